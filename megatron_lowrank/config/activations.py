@@ -1,0 +1,64 @@
+"""Which activations may sit at the bottleneck: every element-wise function that torch offers, by name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@functools.cache
+def activation_by_name(name: str) -> Activation:
+    """The function behind a name: `identity`, `gelu_tanh`, or any element-wise function of `torch.nn.functional`.
+
+    Raises:
+        ValueError: the name is unknown, or the function is not element-wise (it mixes features, is random, or needs
+            further arguments).
+    """
+    import torch
+    from torch.nn import functional
+
+    if name == "identity":
+        return lambda x: x
+    if name == "gelu_tanh":
+        return functools.partial(functional.gelu, approximate="tanh")
+    function = None
+    if name.isidentifier() and not name.startswith("_") and not name.endswith("_"):
+        function = getattr(functional, name, None) or getattr(torch, name, None)
+    if not callable(function):
+        raise ValueError(f"found {name!r}, no function of torch.nn.functional{_suggestion(name)}")
+    probe = torch.linspace(-3.0, 3.0, 8)
+    try:
+        ahead, back = function(probe), function(probe.flip(0)).flip(0)
+        elementwise = ahead.shape == probe.shape and torch.is_floating_point(ahead) and torch.equal(ahead, back)
+        finite = elementwise and bool(torch.isfinite(ahead).all())
+        # A piece of the vector must give the same piece of the result: softmax-like functions fail this one.
+        finite = finite and torch.equal(function(probe[:3]), ahead[:3])
+    except Exception:  # whatever a function without a fitting signature raises, it is no activation
+        finite = False
+    if not finite:
+        raise ValueError(f"found {name!r}, which is not an element-wise activation{_suggestion(name)}")
+    return function  # type: ignore[no-any-return]
+
+
+COMMON = ("identity", "silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid", "softplus", "mish", "leaky_relu", "elu",
+          "selu", "hardswish", "softsign", "logsigmoid", "relu6", "celu", "hardtanh")  # fmt: skip
+
+
+def check_activation(field: str, name: str) -> None:
+    """Raise a ValueError that names `field` when `name` is no activation."""
+    try:
+        activation_by_name(name)
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
+
+
+def _suggestion(name: str) -> str:
+    near = difflib.get_close_matches(name, COMMON, 1)
+    return f"; did you mean {near[0]!r}?" if near else f"; allowed: {', '.join(COMMON)} and the like"

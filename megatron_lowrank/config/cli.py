@@ -1,0 +1,204 @@
+"""Command line made from the dataclasses: a preset, a file, then dotted flags; the later wins."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+import yaml
+
+from megatron_lowrank.config.presets import preset, preset_names
+from megatron_lowrank.config.run import SECTIONS, RunConfig
+
+
+class UsageError(ValueError):
+    """A command line that cannot become a run; the message is one line."""
+
+
+def parse_run(argv: Sequence[str] | None = None, prog: str = "pretrain") -> RunConfig:
+    """The run that a command line describes.
+
+    Args:
+        argv: Arguments without the program's name; default: the process's.
+        prog: Program name for the help text.
+
+    Raises:
+        UsageError: an unknown name or a value that is not allowed; the message says what is.
+        SystemExit: 0 after `--help`.
+    """
+    argv = _collect_lists(sys.argv[1:] if argv is None else argv)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--preset", default="debug")
+    early.add_argument("--config")
+    try:
+        known, _ = early.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error)) from None
+    try:
+        values = preset(known.preset).to_dict()
+        if known.config is not None:
+            values = _merge(values, _read_file(known.config))
+        parser = _parser(prog, RunConfig.from_dict(values))
+        parsed = parser.parse_args(argv)
+        given = parsed.as_dict()
+        given.pop("config", None)
+        return RunConfig.from_dict(_plain(given))
+    except UsageError:
+        raise
+    except argparse.ArgumentError as error:
+        raise UsageError(_one_line(str(error), argv)) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def fail(error: Exception, prog: str = "pretrain", code: int = 2) -> NoReturn:
+    """Print one line and end the process."""
+    print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
+
+
+class _Raising(jsonargparse.ArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
+
+
+def _parser(prog: str, base: RunConfig) -> jsonargparse.ArgumentParser:
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = _Raising(
+        prog=prog,
+        usage=f"{prog} [--preset NAME] [--config FILE] [--out DIR] [--SECTION.FIELD VALUE ...]",
+        description="Pre-train a low-rank (or dense) LLaMA with megatron-core. Start from --preset, change any field "
+        "with a file (--config) or a flag such as --lowrank.rank 128; the later wins. Run under torchrun or srun for "
+        "more than one rank.",
+        default_env=False,
+    )
+    parser.add_argument("--preset", default=base.preset, help=f"one of: {', '.join(preset_names())}")
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with any of the fields below")
+    parser.add_argument("--out", default=base.out, help="folder of the run (config, metrics, events, checkpoints)")
+    for name, section in SECTIONS.items():
+        parser.add_class_arguments(section, name)
+    defaults: dict[str, Any] = {}
+    values = base.to_dict()
+    for name in SECTIONS:
+        for key, value in values[name].items():
+            defaults[f"{name}.{key}"] = value
+    parser.set_defaults(defaults)
+    return parser
+
+
+def _collect_lists(argv: Sequence[str]) -> list[str]:
+    """`--data.path 0.3 a 0.7 b` as the parser's one list value, so that a blend is written as in Megatron-LM."""
+    out: list[str] = []
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        out.append(argument)
+        if argument not in ("--data.path", "--data.valid_path") or (rest and rest[0].startswith("[")):
+            continue
+        words: list[str] = []
+        while rest and not rest[0].startswith("--"):
+            words += rest.pop(0).split()
+        if words:
+            out.append(json.dumps(words))
+    return out
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config: cannot read {path}: {error}") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config: {path} is neither YAML nor JSON: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UsageError(f"--config: {path} holds a {type(values).__name__}, allowed: a mapping of fields")
+    return values
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        name, dot, field = str(key).partition(".")
+        if dot:
+            value, key = {field: value}, name
+        if isinstance(value, dict) and isinstance(merged.get(key), dict) and key in SECTIONS:
+            merged[key] = {**merged[key], **value}
+        else:
+            merged[key] = value
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    """Namespaces and tuples of the parser as the plain values that `RunConfig.from_dict` takes."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _field_names() -> list[str]:
+    names = [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.__dataclass_fields__]  # type: ignore[attr-defined]
+    return ["preset", "config", "out", *names]
+
+
+def _one_line(message: str, argv: Sequence[str]) -> str:
+    """A parser's error as one line that says what is allowed."""
+    names = _field_names()
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        if not flag.startswith("--") or flag in ("--help", "-h"):
+            continue
+        name = flag[2:]
+        # `--data.path+` appends to a list in the parser's own syntax.
+        if name.rstrip("+") in names:
+            continue
+        near = difflib.get_close_matches(name, names, 1) or [n for n in names if n.split(".")[-1] == name.split(".")[-1]]
+        section = name.split(".")[0]
+        allowed = ", ".join(n for n in names if n.split(".")[0] == section) or "see --help"
+        hint = f"did you mean --{near[0]}? " if near else ""
+        return f"unknown field --{name}; {hint}allowed: {allowed}"
+    text = re.sub(r"\s+", " ", message).strip()
+    found = re.search(r'[Kk]ey "([\w.]+)"', text)
+    if found and found.group(1) in names:
+        name = found.group(1)
+        value = re.search(r"Got value: (.+?)(?: Does not|$)", text)
+        shown = f"found {value.group(1).strip()}, " if value else ""
+        return f"{name}: {shown}allowed: {_type_in_words(name)}"
+    return text
+
+
+def _type_in_words(name: str) -> str:
+    section, _, key = name.partition(".")
+    kind = str(SECTIONS[section].__dataclass_fields__[key].type)  # type: ignore[attr-defined]
+    literal = re.findall(r"Literal\[([^\]]*)\]", kind)
+    if literal:
+        text = literal[0].replace('"', "").replace("'", "")
+        return text + (" or null" if "None" in kind else "")
+    words = {
+        "int": "an integer", "float": "a number", "str": "a text", "bool": "true or false", "None": "null",
+        "tuple[str, ...]": "a list of texts", "tuple[int, ...]": "a list of integers",
+        "tuple[int, int, int]": "three integers", "Mapping[str, int | float]": "a mapping such as '{mlp: 64}'",
+        "tuple[Role, ...]": "a list of q, k, v, o, gate, up, down",
+    }  # fmt: skip
+    if kind in words:
+        return words[kind]
+    if "tuple[" in kind or "Mapping" in kind:
+        return " or ".join(words.get(part.strip(), part.strip()) for part in re.split(r" \| (?=None$)", kind))
+    return " or ".join(words.get(part.strip(), part.strip()) for part in kind.split("|"))
+
+
+def dump(run: RunConfig) -> str:
+    """The resolved config as JSON text, as `--config` reads it."""
+    return json.dumps(run.to_dict(), indent=2)
