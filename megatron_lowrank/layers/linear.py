@@ -1,0 +1,289 @@
+"""Low-rank pairs and the groups that fill megatron-core's four linear slots; the interpreter of the placement table.
+
+A group holds the roles that share an input: `x -> c0 -> A -> c1 -> sigma -> c2 -> B -> c3` per role (CoLA eq. 3). Dense
+roles of a group are one stock linear of megatron-core with their rows stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+from torch.nn import functional
+
+from megatron_lowrank.config import LowRankConfig, ModelConfig, Role, activation_by_name
+from megatron_lowrank.layers.canonical import Part, current_device, layer_prefix, mark_parameter, sharded_parts
+from megatron_lowrank.layers.collectives import apply_op
+from megatron_lowrank.names import ROLE_MODULE, role_key
+from megatron_lowrank.placement import DENSE_PLANS, GROUP_KIND, PLACEMENTS, Op, PairPlan
+
+
+class LocalFactor(nn.Linear):
+    """One factor on this rank's local shape: a plain matrix product that communicates nothing."""
+
+    def __init__(self, in_features: int, out_features: int, *, config: TransformerConfig, name: str) -> None:
+        super().__init__(
+            in_features, out_features, bias=False, device=current_device(), dtype=config.params_dtype
+        )
+
+    def reset_parameters(self) -> None:
+        """Nothing: `layers.init` draws every weight by its canonical name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """Which class fills each leaf of a spec; the specs are the same code for every backend."""
+
+    name: str
+    factor: Callable[..., nn.Module]
+    """A or B on local shapes, no communication: `(in, out, *, config, name)`."""
+    column_linear: Callable[..., nn.Module]
+    """Dense column-parallel linear, with megatron-core's keywords."""
+    row_linear: Callable[..., nn.Module]
+    """Dense row-parallel linear."""
+    norm: Any
+    """Class of the norm slots."""
+    core_attention: Any
+    """Class of the attention slot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """What a group has to know of its layer; travels as `lr_plan` in a ModuleSpec's params."""
+
+    layer: int
+    """Global index from 0."""
+    model: ModelConfig
+    lowrank: LowRankConfig
+    placement: str
+    backend: Backend
+    tp_group: dist.ProcessGroup
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    """Stock linears call this in place of an initialisation."""
+    return weight
+
+
+class LowRankPair(MegatronModule):
+    """One role as a pair: y = c3(B c2(sigma(c1(A x)))) + bias, with x already through c0.
+
+    Args:
+        role: One of the seven projections.
+        plan: Of the layer.
+        config: megatron-core's.
+
+    Weights per rank: A [R, in] and B [out, R], each cut along the axis that the placement table names.
+    """
+
+    def __init__(self, role: Role, plan: LayerPlan, config: TransformerConfig) -> None:
+        super().__init__(config)
+        width_in, width_out = plan.model.role_widths(role)
+        self.rank = plan.lowrank.rank_of(plan.layer, role, plan.model.hidden_size)
+        self.role, self.cells, self.tp_group = role, pair_plan(plan, role), plan.tp_group
+        self.sigma_name = plan.lowrank.sigma
+        self.sigma = activation_by_name(self.sigma_name)
+        size = dist.get_world_size(plan.tp_group)
+        a_out, a_in = _local((self.rank, width_in), self.cells.a_dim, size)
+        b_out, b_in = _local((width_out, self.rank), self.cells.b_dim, size)
+        # A before B: the distributed optimizer's buckets follow the order of registration.
+        self.down = plan.backend.factor(a_in, a_out, config=config, name=f"{role}_down")
+        self.up = plan.backend.factor(b_in, b_out, config=config, name=f"{role}_up")
+        mark_parameter(self.down.weight, self.cells.a_dim, config.sequence_parallel)
+        mark_parameter(self.up.weight, self.cells.b_dim, config.sequence_parallel)
+        self.bias: nn.Parameter | None = None
+        if plan.model.role_has_bias(role):
+            width = width_out // size if self.cells.bias_dim == 0 else width_out
+            self.bias = nn.Parameter(torch.empty(width, dtype=config.params_dtype, device=current_device()))
+            mark_parameter(self.bias, self.cells.bias_dim, config.sequence_parallel)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, B, in (local)] -> [S, B, out (local)] without bias."""
+        latent = apply_op(self.cells.c1, self.down(x), self.tp_group)
+        # sigma sees complete sums only: sigma of a sum is not the sum of sigmas.
+        latent = apply_op(self.cells.c2, self.sigma(latent), self.tp_group)
+        return apply_op(self.cells.c3, self.up(latent), self.tp_group)
+
+    def canonical_parts(self) -> list[Part]:
+        """A, B and the bias."""
+        parts = [
+            Part(key=role_key(self.role, "a"), parameter=self.down.weight, axis=self.cells.a_dim),
+            Part(key=role_key(self.role, "b"), parameter=self.up.weight, axis=self.cells.b_dim),
+        ]
+        if self.bias is not None:
+            parts.append(Part(key=role_key(self.role, "bias"), parameter=self.bias, axis=self.cells.bias_dim))
+        return parts
+
+    def extra_repr(self) -> str:
+        """Role, rank and activation."""
+        return f"{self.role}, rank={self.rank}, sigma={self.sigma_name}"
+
+
+class DenseRoles(MegatronModule):
+    """Dense roles of one group as one stock linear; its rows are [q_local; k_local; v_local] on each rank."""
+
+    def __init__(self, roles: tuple[Role, ...], plan: LayerPlan, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.roles, self.tp_group = roles, plan.tp_group
+        widths = [plan.model.role_widths(role) for role in roles]
+        self.kind = GROUP_KIND[roles[0]]
+        size = dist.get_world_size(plan.tp_group)
+        self.widths = [out // size if self.kind == "column" else out for _, out in widths]
+        has_bias = plan.model.role_has_bias(roles[0])
+        shared: dict[str, Any] = {
+            "config": config, "init_method": _keep, "bias": has_bias, "is_expert": False, "tp_group": plan.tp_group,
+        }  # fmt: skip
+        inputs, outputs = widths[0][0], sum(out for _, out in widths)
+        if self.kind == "column":
+            self.linear = plan.backend.column_linear(
+                inputs, outputs, gather_output=False, skip_bias_add=False, **shared
+            )
+        else:
+            self.linear = plan.backend.row_linear(
+                inputs, outputs, input_is_parallel=True, skip_bias_add=True, **shared
+            )
+
+    def forward(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """Outputs by role, and the bias that is not added yet (row kind)."""
+        out, bias = self.linear(x)
+        return torch.split(out, self.widths, dim=-1), bias
+
+    def canonical_parts(self) -> list[Part]:
+        """W of each role (rows of the stock weight) and its bias."""
+        cells = DENSE_PLANS[self.kind]
+        parts: list[Part] = []
+        for name, key, axis in (("weight", "dense", cells.w_dim), ("bias", "dense_bias", cells.bias_dim)):
+            parameter = getattr(self.linear, name, None)
+            if not isinstance(parameter, nn.Parameter) or not parameter.numel():
+                continue
+            start = 0
+            for role, width in zip(self.roles, self.widths, strict=True):
+                rows = None if len(self.roles) == 1 else (start, start + width)
+                parts.append(Part(key=role_key(role, key), parameter=parameter, axis=axis, rows=rows))  # type: ignore[arg-type]
+                start += width
+        return parts
+
+
+class LinearGroup(MegatronModule):
+    """The roles that share one input; base of the four slots' classes.
+
+    Called by megatron-core with two global sizes and keywords of its own, which differ between versions; everything of
+    ours is in `lr_plan`.
+    """
+
+    roles: tuple[Role, ...] = ()
+
+    def __init__(self, *sizes: int, config: TransformerConfig, lr_plan: LayerPlan, **kwargs: Any) -> None:
+        super().__init__(config)
+        if kwargs.get("is_expert"):
+            raise ValueError("low-rank linears: found is_expert=True, allowed: False (experts are not supported)")
+        self.plan = lr_plan
+        dense = tuple(r for r in self.roles if lr_plan.lowrank.is_dense(lr_plan.layer, r))
+        self.dense = DenseRoles(dense, lr_plan, config) if dense else None
+        self.pairs = nn.ModuleDict({r: LowRankPair(r, lr_plan, config) for r in self.roles if r not in dense})
+
+    def project(self, x: torch.Tensor) -> tuple[dict[Role, torch.Tensor], torch.Tensor | None]:
+        """Outputs by role without the row bias, and the dense row bias."""
+        outputs: dict[Role, torch.Tensor] = {}
+        bias = None
+        if self.dense is not None:
+            values, bias = self.dense(x)
+            outputs.update(zip(self.dense.roles, values, strict=True))
+        inputs: dict[Op, torch.Tensor] = {}
+        for pair in self.pairs.values():
+            # Roles with the same c0 share one collective.
+            op = pair.cells.c0
+            if op not in inputs:
+                inputs[op] = apply_op(op, x, self.plan.tp_group)
+            outputs[pair.role] = pair(inputs[op])
+        return outputs, bias
+
+    def canonical_parts(self) -> list[Part]:
+        """Parts of every role."""
+        dense = self.dense.canonical_parts() if self.dense is not None else []
+        return [*dense, *(part for pair in self.pairs.values() for part in pair.canonical_parts())]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Sharded state with one canonical key per role and factor, the same for every placement."""
+        live = {id(parameter): name for name, parameter in self.named_parameters()}
+        named = [(prefix + live[id(part.parameter)], part) for part in self.canonical_parts()]
+        path = ROLE_MODULE[self.roles[0]][0]
+        return sharded_parts(named, layer_prefix(prefix, path), metadata, self.plan.tp_group)
+
+    def backward_dw(self) -> None:
+        """Nothing is delayed."""
+
+
+class ColumnGroup(LinearGroup):
+    """A group that reads the residual: x [S/t, B, H] -> one [S, B, out/t] per role, bias added."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs in the order of `roles`."""
+        outputs, _ = self.project(x)
+        for role, pair in self.pairs.items():
+            if pair.bias is not None:
+                outputs[role] = outputs[role] + pair.bias  # type: ignore[index]
+        return tuple(outputs[role] for role in self.roles)
+
+
+class QKVGroup(ColumnGroup):
+    """Slot `linear_qkv`."""
+
+    roles = ("q", "k", "v")
+
+
+class GateUpGroup(ColumnGroup):
+    """Slot `linear_fc1`."""
+
+    roles = ("gate", "up")
+
+
+class RowGroup(LinearGroup):
+    """A group that writes the residual: x [S, B, in/t] -> ([S/t, B, H], bias not added yet or None)."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Megatron-core's contract of a row slot; the residual add takes the bias, once."""
+        outputs, dense_bias = self.project(x)
+        role = self.roles[0]
+        return outputs[role], self.pairs[role].bias if role in self.pairs else dense_bias
+
+
+class OutGroup(RowGroup):
+    """Slot `linear_proj`."""
+
+    roles = ("o",)
+
+
+class DownGroup(RowGroup):
+    """Slot `linear_fc2`."""
+
+    roles = ("down",)
+
+
+def pair_plan(plan: LayerPlan, role: Role) -> PairPlan:
+    """Cells of the placement table for a pair of this role."""
+    pairs = PLACEMENTS[plan.placement].pairs
+    assert pairs is not None, f"placement {plan.placement} holds dense matrices only; RunConfig refuses this"
+    return pairs[GROUP_KIND[role]]
+
+
+def _local(shape: tuple[int, int], axis: int | None, size: int) -> tuple[int, int]:
+    sides = list(shape)
+    if axis is not None:
+        assert sides[axis] % size == 0, f"{shape} is not divisible by {size} along {axis}; RunConfig refuses this"
+        sides[axis] //= size
+    return sides[0], sides[1]
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, keep: bool) -> torch.Tensor:
+    """silu(gate) * up (`mlp_activation: keep`) or gate * up (`drop`)."""
+    return (functional.silu(gate) if keep else gate) * up

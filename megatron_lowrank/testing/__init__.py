@@ -1,0 +1,6 @@
+"""Helpers for tests: ranks on gloo by fork, comparison with one tolerance table, and a counter of collectives.
+
+Nothing in the package imports this folder; tests, benchmarks and tools do.
+
+Reading order: compare.py, collectives.py, ranks.py
+"""
