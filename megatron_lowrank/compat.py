@@ -136,10 +136,12 @@ KNOWN_NOTICES: tuple[tuple[str, str], ...] = (
     ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
     # Both lanes, once per fork of the RNG tracker: on the CPU platform the "GPU" generator *is* the CPU generator.
     ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
+    # 0.16 for every MLP slot that holds neither its own MLP nor a plain class; ours takes the default arguments.
+    ("megatron.core.transformer.transformer_layer", "Unknown MLP type"),
     # 0.19, also on synchronous saves, where no asynchronous strategy takes part.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCore's async save is deprecated"),
 )
-"""(logger, start of the message) of what `silence_known_notices` drops; megatron-core prints all three by logging."""
+"""(logger, start of the message) of what `silence_known_notices` drops; megatron-core prints all of them by logging."""
 
 
 def silence_known_notices() -> None:

@@ -35,19 +35,15 @@ def parse_run(argv: Sequence[str] | None = None, prog: str = "pretrain") -> RunC
     """
     argv = _collect_lists(sys.argv[1:] if argv is None else argv)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument("--preset", default="debug")
+    early.add_argument("--preset")
     early.add_argument("--config")
     try:
         known, _ = early.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise UsageError(str(error)) from None
-    try:
-        values = preset(known.preset).to_dict()
-        if known.config is not None:
-            values = _merge(values, _read_file(known.config))
-        parser = _parser(prog, RunConfig.from_dict(values))
-        parsed = parser.parse_args(argv)
-        given = parsed.as_dict()
+        file = {} if known.config is None else _read_file(known.config)
+        base = preset(known.preset or str(file.pop("preset", "debug")))
+        # The file's values go through the same parser as flags, in front of them, so that both give the same errors.
+        argv = [*_flags(file), *argv]
+        given = _parser(prog, base).parse_args(argv).as_dict()
         given.pop("config", None)
         return RunConfig.from_dict(_plain(given))
     except UsageError:
@@ -126,17 +122,17 @@ def _read_file(path: str) -> dict[str, Any]:
     return values
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        name, dot, field = str(key).partition(".")
-        if dot:
-            value, key = {field: value}, name
-        if isinstance(value, dict) and isinstance(merged.get(key), dict) and key in SECTIONS:
-            merged[key] = {**merged[key], **value}
+def _flags(values: dict[str, Any]) -> list[str]:
+    """Nested or dotted fields of a file as flags."""
+    flags: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, dict) and key in SECTIONS:
+            flags += _flags({f"{key}.{field}": item for field, item in value.items()})
+        elif key in SECTIONS:
+            raise UsageError(f"--config: {key} holds {value!r}, allowed: a mapping of its fields")
         else:
-            merged[key] = value
-    return merged
+            flags.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
+    return flags
 
 
 def _plain(value: Any) -> Any:
@@ -184,8 +180,8 @@ def _type_in_words(name: str) -> str:
     kind = str(SECTIONS[section].__dataclass_fields__[key].type)  # type: ignore[attr-defined]
     literal = re.findall(r"Literal\[([^\]]*)\]", kind)
     if literal:
-        text = literal[0].replace('"', "").replace("'", "")
-        return text + (" or null" if "None" in kind else "")
+        text: str = literal[0].replace('"', "").replace("'", "")
+        return str(text) + (" or null" if "None" in kind else "")
     words = {
         "int": "an integer", "float": "a number", "str": "a text", "bool": "true or false", "None": "null",
         "tuple[str, ...]": "a list of texts", "tuple[int, ...]": "a list of integers",

@@ -103,7 +103,10 @@ class RunConfig:
             if name not in sections:
                 raise ValueError(f"config: unknown field {name!r}, allowed: {', '.join(sections)}")
             built[name] = _section(name, value) if isinstance(value, dict) else value
-        return cls(**built)
+        try:
+            return cls(**built)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"config: a field holds a value of the wrong type ({error})") from error
 
     def architecture(self) -> dict[str, Any]:
         """The fields that fix the function computed and the shape of every parameter, defaults resolved.
@@ -202,4 +205,7 @@ def _section(name: str, values: dict[str, Any]) -> Any:
     for key in values:
         if key not in known:
             raise ValueError(f"config: unknown field {name}.{key}, allowed: {', '.join(sorted(known))}")
-    return SECTIONS[name](**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+    try:
+        return SECTIONS[name](**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"config: a field of {name} holds a value of the wrong type ({error})") from error

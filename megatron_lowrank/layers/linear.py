@@ -6,9 +6,9 @@ roles of a group are one stock linear of megatron-core with their rows stacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,11 @@ class Backend:
     """Which class fills each leaf of a spec; the specs are the same code for every backend."""
 
     name: str
-    factor: Callable[..., nn.Module]
+    factor: Callable[..., Any]
     """A or B on local shapes, no communication: `(in, out, *, config, name)`."""
-    column_linear: Callable[..., nn.Module]
+    column_linear: Callable[..., Any]
     """Dense column-parallel linear, with megatron-core's keywords."""
-    row_linear: Callable[..., nn.Module]
+    row_linear: Callable[..., Any]
     """Dense row-parallel linear."""
     norm: Any
     """Class of the norm slots."""
@@ -189,6 +189,10 @@ class LinearGroup(MegatronModule):
         self.dense = DenseRoles(dense, lr_plan, config) if dense else None
         self.pairs = nn.ModuleDict({r: LowRankPair(r, lr_plan, config) for r in self.roles if r not in dense})
 
+    def low_rank_roles(self) -> Iterator[tuple[Role, LowRankPair]]:
+        """The roles of this group that are pairs."""
+        return cast("Iterator[tuple[Role, LowRankPair]]", iter(self.pairs.items()))
+
     def project(self, x: torch.Tensor) -> tuple[dict[Role, torch.Tensor], torch.Tensor | None]:
         """Outputs by role without the row bias, and the dense row bias."""
         outputs: dict[Role, torch.Tensor] = {}
@@ -197,18 +201,18 @@ class LinearGroup(MegatronModule):
             values, bias = self.dense(x)
             outputs.update(zip(self.dense.roles, values, strict=True))
         inputs: dict[Op, torch.Tensor] = {}
-        for pair in self.pairs.values():
+        for role, pair in self.low_rank_roles():
             # Roles with the same c0 share one collective.
             op = pair.cells.c0
             if op not in inputs:
                 inputs[op] = apply_op(op, x, self.plan.tp_group)
-            outputs[pair.role] = pair(inputs[op])
+            outputs[role] = pair(inputs[op])
         return outputs, bias
 
     def canonical_parts(self) -> list[Part]:
         """Parts of every role."""
         dense = self.dense.canonical_parts() if self.dense is not None else []
-        return [*dense, *(part for pair in self.pairs.values() for part in pair.canonical_parts())]
+        return [*dense, *(part for _, pair in self.low_rank_roles() for part in pair.canonical_parts())]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -229,9 +233,9 @@ class ColumnGroup(LinearGroup):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Outputs in the order of `roles`."""
         outputs, _ = self.project(x)
-        for role, pair in self.pairs.items():
+        for role, pair in self.low_rank_roles():
             if pair.bias is not None:
-                outputs[role] = outputs[role] + pair.bias  # type: ignore[index]
+                outputs[role] = outputs[role] + pair.bias
         return tuple(outputs[role] for role in self.roles)
 
 
@@ -254,7 +258,7 @@ class RowGroup(LinearGroup):
         """Megatron-core's contract of a row slot; the residual add takes the bias, once."""
         outputs, dense_bias = self.project(x)
         role = self.roles[0]
-        return outputs[role], self.pairs[role].bias if role in self.pairs else dense_bias
+        return outputs[role], next((pair.bias for _, pair in self.low_rank_roles()), dense_bias)
 
 
 class OutGroup(RowGroup):

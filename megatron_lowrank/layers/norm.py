@@ -23,7 +23,8 @@ class _RMSNorm(torch.autograd.Function):
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
         inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (wide * inverse_rms).to(x.dtype) * weight
+        normed: torch.Tensor = (wide * inverse_rms).to(x.dtype)
+        return normed * weight
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

@@ -69,9 +69,7 @@ def low_rank_linear(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, activa
     return y if bias is None else y + bias
 
 
-def projection(
-    lowrank: LowRankConfig, tensors: Mapping[str, Tensor], layer: int, role: str, x: Tensor
-) -> Tensor:
+def projection(lowrank: LowRankConfig, tensors: Mapping[str, Tensor], layer: int, role: str, x: Tensor) -> Tensor:
     """One of the seven projections of a layer, low-rank or dense, from canonical tensors."""
     prefix = f"decoder.layers.{layer}."
     if lowrank.is_dense(layer, role):  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ child. What is lost is `device="cuda"` in functions that are not listed, which t
 
 **The random generator.** On this platform the CUDA generator *is* the CPU generator. megatron-core sets a CUDA state
 through `torch.cuda._lazy_call`, which without CUDA queues the call for ever: unless it is answered, the RNG tracker
-never switches streams, and dropout in a recomputed layer draws another mask than its forward did, without an error.
+never switches streams, without an error. Tensor-parallel ranks then draw equal numbers where theirs must differ, and
+the default stream goes on from the seed that was added last.
 """
 
 from __future__ import annotations
@@ -262,10 +263,10 @@ def install() -> None:
             f"the CPU platform answers in place of CUDA, but {torch.cuda.device_count()} CUDA device(s) are visible; "
             "run on them, or hide them with CUDA_VISIBLE_DEVICES="
         )
-    if _RANDOM.removesuffix(".py").replace("/", ".") in {name.removeprefix("megatron.core.") for name in sys.modules}:
+    if "megatron.core.tensor_parallel.random" in sys.modules:
         raise RuntimeError("install the CPU platform before importing megatron.core: it binds CUDA functions by name")
-    # Start autograd while it finds no device. In a CUDA build of torch, the first backward after torch._dynamo was loaded
-    # starts device threads, GPU or not, and backward then fails in every process forked later.
+    # Start autograd while it finds no device. In a CUDA build of torch, the first backward after torch._dynamo was
+    # loaded starts device threads, GPU or not, and backward then fails in every process forked later.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     # `with torch.device(...)` keeps a lazily built list of torch's own factories; it must not hold the replacements.
     torch.utils._device._device_constructors()

@@ -1,7 +1,7 @@
 """Records every collective and every message that a piece of code issues through torch.distributed.
 
 Wire volume is a claim of this package, so tests pin it as whole sequences of `Collective` entries. The counter replaces
-the functions of `torch.distributed` and every alias of them that a megatron-core module, or one of ours, bound at import
+the functions of `torch.distributed` and every alias of them that a module of megatron-core, or ours, bound at import
 (such as `dist_all_gather_func` in `tensor_parallel/mappings.py` and `layers.py`); a call is recorded once, at the
 outermost function, in the order of issue.
 
@@ -149,5 +149,9 @@ class CollectiveCounter:
 def _namespaces_with_aliases() -> Iterator[dict[str, Any]]:
     yield vars(dist)
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] in ("megatron", "megatron_lowrank") and module is not None and module.__name__ != __name__:
+        if (
+            name.split(".")[0] in ("megatron", "megatron_lowrank")
+            and module is not None
+            and module.__name__ != __name__
+        ):
             yield vars(module)

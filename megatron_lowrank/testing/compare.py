@@ -1,7 +1,7 @@
 """Two comparisons, and one tolerance per dtype, so that no test invents its own.
 
-Sharded arithmetic on small integers is exact in floating point: compare it with `assert_equal`. Use `assert_close` where
-the order of a sum differs on real numbers.
+Sharded arithmetic on small integers is exact in floating point: compare it with `assert_equal`. Use `assert_close`
+where the order of a sum differs on real numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, name: str = "tens
     worst = (actual.detach().double() - expected.detach().double()).abs().max().item()
     if not worst <= TOLERANCE[actual.dtype] * scale:  # written so that NaN fails
         ratio = worst / scale if scale else float("inf")
-        _fail(actual, expected, f"{name} is not close: {ratio:.3g} of the largest entry, {TOLERANCE[actual.dtype]:g} allowed")
+        _fail(
+            actual,
+            expected,
+            f"{name} is not close: {ratio:.3g} of the largest entry, {TOLERANCE[actual.dtype]:g} allowed",
+        )
 
 
 def _assert_comparable(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:

@@ -159,7 +159,9 @@ def _wait(ranks: list[BaseProcess], folder: Path, timeout: float) -> None:
                 raise RankError(_first_error(ranks, folder))
         if running and time.monotonic() >= deadline:
             hung = [f"rank {rank}:\n{_read(folder / f'{rank}.stack')}" for rank in _alive(ranks)]
-            raise TimeoutError(f"ranks {_alive(ranks)} of {len(ranks)} still ran after {timeout:g} s\n" + "\n".join(hung))
+            raise TimeoutError(
+                f"ranks {_alive(ranks)} of {len(ranks)} still ran after {timeout:g} s\n" + "\n".join(hung)
+            )
 
 
 def _alive(ranks: list[BaseProcess]) -> list[int]:

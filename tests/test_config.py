@@ -1,0 +1,203 @@
+"""Presets, ranks, and one clear error per mistake."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lowrank.config import (
+    ROLES,
+    DataConfig,
+    LowRankConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    activation_by_name,
+    preset,
+    preset_names,
+)
+from megatron_lowrank.config.cli import UsageError, dump, parse_run
+from megatron_lowrank.names import canonical_parameters, pair_std, parameter_count
+
+PUBLISHED = {
+    "60m": (42_770_944, 58_073_600), "130m": (93_997_824, 134_105_856), "350m": (185_222_144, 367_969_280),
+    "1b": (609_310_720, 1_339_082_752), "7b": (2_820_935_680, 6_738_415_616),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_published_parameter_counts(size: str) -> None:
+    low_rank, dense = PUBLISHED[size]
+    for method, count in (("cola", low_rank), ("svd", low_rank), ("dense", dense)):
+        run = preset(f"{method}_{size}")
+        assert parameter_count(run.model, run.lowrank) == count
+
+
+def test_tensor_parallel_twin_of_1b() -> None:
+    run = preset("cola_1b_tp")
+    assert parameter_count(run.model, run.lowrank) == 609_716_224
+    with pytest.raises(ValueError, match="does not divide model.ffn_hidden_size 5461"):
+        replace(preset("cola_1b"), parallel=ParallelConfig(tensor_parallel_size=2))
+
+
+def test_published_recipe() -> None:
+    run = preset("cola_60m")
+    assert (run.optimizer.lr, run.schedule.warmup_steps, run.train.steps) == (6e-3, 2000, 10000)
+    assert (run.train.global_batch_size, run.train.sequence_length, run.data.rows) == (512, 256, "document")
+    assert (run.optimizer.beta2, run.optimizer.weight_decay, run.optimizer.clip_grad) == (0.999, 0.01, 0.5)
+    assert run.optimizer.decay_norms_and_biases and run.optimizer.min_lr_ratio == 0.1
+    assert run.lowrank.mlp == "keep" and preset("cola_350m").lowrank.mlp == "drop"
+    assert preset("svd_350m").lowrank.mlp == "keep", "a linear pair without SiLU would be no LLaMA"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_config_survives_json_and_the_command_line(name: str, tmp_path: Path) -> None:
+    run = preset(name)
+    assert RunConfig.from_dict(json.loads(dump(run))) == run
+    path = tmp_path / "run.json"
+    path.write_text(dump(run))
+    assert parse_run(["--config", str(path)]) == run == parse_run(["--preset", name])
+
+
+def test_ranks_most_specific_wins() -> None:
+    lowrank = LowRankConfig(rank=0.25, rank_overrides={"mlp": 24, "q": 0.1, "1": 40, "1.q": 7})
+    ranks = {(layer, role): lowrank.rank_of(layer, role, 128) for layer in range(2) for role in ROLES}
+    assert ranks[0, "o"] == 32 and ranks[0, "up"] == 24
+    assert ranks[0, "q"] == 16, "12.8 rounds to a multiple of 8"
+    assert ranks[1, "down"] == 40 and ranks[1, "q"] == 7
+
+
+def test_dense_layers_and_roles_change_the_names() -> None:
+    model = ModelConfig()
+    names = [p.name for p in canonical_parameters(model, LowRankConfig(rank=8, dense_layers=(0,), dense_roles=("o",)))]
+    assert "decoder.layers.0.self_attention.linear_qkv.q.weight" in names
+    assert "decoder.layers.1.self_attention.linear_qkv_down_proj.q.weight" in names
+    assert "decoder.layers.1.self_attention.linear_proj.weight" in names
+
+
+def test_pair_std() -> None:
+    assert pair_std(512, 512, 128) == pytest.approx(0.05256, abs=5e-6)
+    assert pair_std(4096, 11008, 1024) == pytest.approx(0.01595, abs=5e-6)
+
+
+@pytest.mark.parametrize("name", ["identity", "silu", "gelu_tanh", "softplus", "mish", "tanh", "hardswish", "erf"])
+def test_activations_of_torch(name: str) -> None:
+    assert activation_by_name(name)(torch.zeros(3)).shape == (3,)
+
+
+@pytest.mark.parametrize("name", ["softmax", "nope", "glu", "dropout", "linear", "sort", "relu_", "rand", "sum", "cumsum",
+                                  "__doc__", "os.system", "normalize", "layer_norm", "isnan", "rand_like"])  # fmt: skip
+def test_no_activation(name: str) -> None:
+    with pytest.raises(ValueError, match="lowrank.latent_activation: found"):
+        LowRankConfig(latent_activation=name)
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "rank too large": (["--lowrank.rank", "65"], "lowrank.rank: found 65 for q of layer 0, allowed: at most 64"),
+    "rank zero": (["--lowrank.rank", "0"], "lowrank.rank: found 0, allowed: an integer >= 1"),
+    "rank negative": (["--lowrank.rank", "-3"], "lowrank.rank: found -3"),
+    "ratio": (["--lowrank.rank", "1.5"], "lowrank.rank: found 1.5"),
+    "nan": (["--lowrank.rank", ".nan"], "lowrank.rank: found nan"),
+    "heads": (["--model.num_attention_heads", "3"], "which does not divide model.hidden_size 64"),
+    "tp heads": (["--parallel.tensor_parallel_size", "8"], "which does not divide model.num_attention_heads 4"),
+    "tp ffn": (["--parallel.tensor_parallel_size", "2", "--model.ffn_hidden_size", "175"], "model.ffn_hidden_size 175"),
+    "tp rank": (["--parallel.tensor_parallel_size", "2", "--lowrank.rank", "7"], "which does not divide the rank 7"),
+    "pp": (["--parallel.pipeline_parallel_size", "4"], "cannot share model.num_layers 2 evenly"),
+    "vpp": (["--parallel.virtual_pipeline_size", "2"], "interleaving needs at least 2 stages"),
+    "preset": (["--preset", "cola_61m"], "did you mean 'cola_60m'"),
+    "field": (["--lowrank.methd", "svd"], "did you mean --lowrank.method"),
+    "section": (["--lowrnk.rank", "4"], "unknown field --lowrnk.rank; did you mean --lowrank.rank"),
+    "method": (["--lowrank.method", "lora"], "lowrank.method: found lora, allowed: dense, svd, cola"),
+    "activation": (["--lowrank.latent_activation", "sillu"], "did you mean 'silu'"),
+    "type": (["--model.num_layers", "two"], "model.num_layers: found two, allowed: an integer"),
+    "placement": (["--parallel.placement", "ring"], "parallel.placement: found 'ring', allowed: dense, vanilla"),
+    "dense placement": (["--lowrank.method", "dense", "--parallel.placement", "vanilla"], "allowed with lowrank.method"),
+    "length": (["--train.sequence_length", "4096"], "at most model.max_position_embeddings 2048"),
+    "sp length": (["--train.sequence_length", "63", "--parallel.tensor_parallel_size", "2"], "a multiple of"),
+    "layer": (["--lowrank.dense_layers", "[5]"], "found layer 5, allowed: 0 to 1"),
+    "override": (["--lowrank.rank_overrides", "{foo: 3}"], "found key 'foo', allowed: attn, mlp, q"),
+    "split": (["--data.split", "0,1,0"], "data.split: found '0,1,0'"),
+    "blend": (["--data.path", "x", "a", "1", "b"], "WEIGHT PREFIX"),
+    "ramp": (["--train.batch_ramp", "[3,2,9]"], "train.batch_ramp: found [3, 2, 9]"),
+    "tokenizer": (["--data.tokenizer", "hf"], "data.tokenizer_path: found nothing"),
+    "positional": (["cola"], "cola"),
+    "value missing": (["--train.steps"], "train.steps"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_command_lines_give_one_line(case: str) -> None:
+    arguments, message = BAD[case]
+    with pytest.raises(UsageError) as caught:
+        parse_run(arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content,message", [
+    ("model: {layers: 3}", "unknown field --model.layers"),
+    ("models: {num_layers: 3}", "unknown field --models"),
+    ("- 1", "holds a list"),
+    ("a: [", "neither YAML nor JSON"),
+    ("model: 3", "model"),
+    ("model.num_layers: x", "model.num_layers"),
+])  # fmt: skip
+def test_bad_files_name_the_field(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=message):
+        parse_run(["--config", str(path)])
+
+
+def test_file_then_flags() -> None:
+    with pytest.raises(UsageError, match="cannot read"):
+        parse_run(["--config", "/nonexistent.yaml"])
+
+
+def test_later_wins(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("lowrank: {rank: 32, method: svd}\nmodel.num_layers: 4\n")
+    run = parse_run(["--preset", "debug", "--config", str(path), "--lowrank.rank", "8"])
+    assert (run.lowrank.rank, run.lowrank.method, run.model.num_layers) == (8, "svd", 4)
+
+
+def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_run(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: pretrain [--preset NAME]") and "Shape of the model" in text
+    for field in ("--lowrank.rank_overrides", "--train.batch_ramp", "--checkpoint.keep", "--log.peak_tflops"):
+        assert field in text
+
+
+@pytest.mark.parametrize("world,message", [(3, "found 3 ranks, allowed: a multiple of"), (4, None), (16, "global_batch")])
+def test_world_size(world: int, message: str | None) -> None:
+    run = replace(preset("debug"), parallel=ParallelConfig(tensor_parallel_size=2),
+                  train=TrainConfig(global_batch_size=4, micro_batch_size=2, sequence_length=64))  # fmt: skip
+    if message is None:
+        assert run.check_world(world) == 2
+    else:
+        with pytest.raises(ValueError, match=message):
+            run.check_world(world)
+
+
+def test_architecture_ignores_how_it_is_cut() -> None:
+    run = preset("debug")
+    cut: Any = replace(run, parallel=ParallelConfig(tensor_parallel_size=2), data=DataConfig(path=("x",)), out="y")
+    assert run.architecture() == cut.architecture() and run.digest() != cut.digest()
+    absolute = replace(run, lowrank=replace(run.lowrank, rank=0.25))
+    assert run.architecture() == absolute.architecture(), "a ratio that resolves to the same rank is the same model"
+
+
+def test_layers_per_stage() -> None:
+    assert ParallelConfig(pipeline_parallel_size=2, num_layers_in_first_pipeline_stage=2).layers_per_stage(3) == [2, 1]
+    assert ParallelConfig(pipeline_parallel_size=3, num_layers_in_last_pipeline_stage=1).layers_per_stage(5) == [2, 2, 1]
+    with pytest.raises(ValueError, match="cannot share"):
+        ParallelConfig(pipeline_parallel_size=2, num_layers_in_first_pipeline_stage=3).layers_per_stage(3)
