@@ -15,7 +15,7 @@ from megatron_lowrank.config import RunConfig
 from megatron_lowrank.layers.canonical import Part
 from megatron_lowrank.layers.init import initialize, set_part
 from megatron_lowrank.names import EMBEDDING, FINAL_NORM, OUTPUT
-from megatron_lowrank.specs import block_spec, stage_layers, transformer_config
+from megatron_lowrank.specs import block_spec, transformer_config
 
 
 def build_model(run: RunConfig) -> list[GPTModel]:
@@ -36,7 +36,7 @@ def build_model(run: RunConfig) -> list[GPTModel]:
 
 def _build_chunk(run: RunConfig, config: Any, vp_stage: int | None) -> GPTModel:
     pp_rank, stages = parallel_state.get_pipeline_model_parallel_rank(), run.parallel.pipeline_parallel_size
-    layers = stage_layers(run, pp_rank, vp_stage)
+    layers = run.parallel.stage_layers(run.model.num_layers, pp_rank, vp_stage)
     spec = block_spec(run, pp_rank, vp_stage, parallel_state.get_tensor_model_parallel_group())
     model = GPTModel(
         config=config,

@@ -148,19 +148,13 @@ def layer_spec(run: RunConfig, layer: int, backend: Backend, tp_group: dist.Proc
     )
 
 
-def stage_layers(run: RunConfig, pp_rank: int, vp_stage: int | None) -> range:
-    """Global indices of the layers of a pipeline stage (and model chunk), in megatron-core's order."""
-    sizes = run.parallel.layers_per_stage(run.model.num_layers)
-    first = (vp_stage or 0) * sum(sizes) + sum(sizes[:pp_rank])
-    return range(first, first + sizes[pp_rank])
-
-
 def block_spec(
     run: RunConfig, pp_rank: int, vp_stage: int | None, tp_group: dist.ProcessGroup
 ) -> TransformerBlockSubmodules:
     """Specs of the layers of one stage and the final norm."""
     backend = BACKENDS[run.model.transformer_impl]()
-    layers = [layer_spec(run, layer, backend, tp_group) for layer in stage_layers(run, pp_rank, vp_stage)]
+    stage = run.parallel.stage_layers(run.model.num_layers, pp_rank, vp_stage)
+    layers = [layer_spec(run, layer, backend, tp_group) for layer in stage]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=backend.norm))
 
 

@@ -91,6 +91,12 @@ class ParallelConfig:
             sizes[-1] = last
         return sizes
 
+    def stage_layers(self, num_layers: int, stage: int, chunk: int | None = None) -> range:
+        """Global indices of the layers of a pipeline stage (and model chunk), in megatron-core's order."""
+        sizes = self.layers_per_stage(num_layers)
+        first = (chunk or 0) * sum(sizes) + sum(sizes[:stage])
+        return range(first, first + sizes[stage])
+
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas of the model in a world of this many ranks.
 

@@ -1,0 +1,151 @@
+"""Closed forms against published numbers, against what torch counts, and against what a rank would hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_lowrank.config import LowRankConfig, ModelConfig, ParallelConfig, preset
+from megatron_lowrank.estimate import (
+    count_parameters,
+    dense_equivalent,
+    flops_per_step,
+    flops_per_token,
+    layer_flops,
+    model_flops,
+    rank_parameters,
+    state_bytes,
+)
+from megatron_lowrank.layers import reference
+from megatron_lowrank.names import layer_parameters, pair_std
+
+PARAMETERS = {
+    "60m": (42_770_944, 9_994_240, 58_073_600),
+    "130m": (93_997_824, 44_826_624, 134_105_856),
+    "350m": (185_222_144, 119_635_968, 367_969_280),
+    "1b": (609_310_720, 478_138_368, 1_339_082_752),
+    "7b": (2_820_935_680, 2_558_525_440, 6_738_415_616),
+}
+"""size -> total, factors, dense twin."""
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_published_parameter_counts(size: str) -> None:
+    run = preset(f"cola_{size}")
+    actual = count_parameters(run.model, run.lowrank)
+    dense = count_parameters(run.model, dense_equivalent(run.lowrank))
+    assert (actual.total, actual.factors, dense.total) == PARAMETERS[size]
+    assert dense.factors == 0 == actual.dense
+
+
+def test_parameter_count_of_the_shape_that_tensor_parallelism_can_cut() -> None:
+    run = preset("cola_1b_tp")
+    assert count_parameters(run.model, run.lowrank).total == 609_716_224
+
+
+@pytest.mark.parametrize(
+    ("size", "layer_256", "model_256", "layer_4096"),
+    [("60m", 0.441, 0.650, 0.740), ("130m", 0.553, 0.649, 0.750), ("350m", 0.420, 0.474, 0.637),
+     ("1b", 0.408, 0.438, 0.547), ("7b", 0.401, 0.413, 0.481)],
+)  # fmt: skip
+def test_share_of_the_dense_equivalent_flops(size: str, layer_256: float, model_256: float, layer_4096: float) -> None:
+    run = preset(f"cola_{size}")
+    dense = dense_equivalent(run.lowrank)
+
+    def layer_share(tokens: int) -> float:
+        actual = layer_flops(run.model, run.lowrank, 0, tokens=tokens, attention="full").total
+        return actual / layer_flops(run.model, dense, 0, tokens=tokens, attention="full").total
+
+    whole = [model_flops(run.model, low, sequence_length=256, attention="full").total for low in (run.lowrank, dense)]
+    found = (layer_share(256), whole[0] / whole[1], layer_share(4096))
+    assert tuple(round(value, 3) for value in found) == (layer_256, model_256, layer_4096)
+
+
+@pytest.mark.parametrize(
+    ("size", "square", "mlp", "product_square", "product_mlp"),
+    [("60m", 0.05256, 0.04510, 0.03125, 0.02301), ("130m", 0.03993, 0.03432, 0.02552, 0.01884),
+     ("350m", 0.03716, 0.03193, 0.02210, 0.01631), ("1b", 0.02628, 0.02258, 0.01562, 0.01154),
+     ("7b", 0.01858, 0.01595, 0.01105, 0.00814)],
+)  # fmt: skip
+def test_published_initial_spread(
+    size: str, square: float, mlp: float, product_square: float, product_mlp: float
+) -> None:
+    run = preset(f"cola_{size}")
+    stds = {(p.role, p.kind): p.std for p in layer_parameters(run.model, run.lowrank, 0) if p.role is not None}
+    for role, factor, product in (("q", square, product_square), ("o", square, product_square),
+                                  ("gate", mlp, product_mlp), ("down", mlp, product_mlp)):  # fmt: skip
+        std, rank = stds[role, "a"], run.rank_of(0, role)
+        assert std is not None and std == stds[role, "b"] == pair_std(*run.model.role_widths(role), rank)
+        assert std == pytest.approx(factor, abs=5.1e-6)
+        assert std**2 * rank**0.5 == pytest.approx(product, abs=5.1e-6)
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("rank", [16, 32])
+@pytest.mark.parametrize("dense_roles", [(), ("k", "down")])
+def test_flops_equal_what_torch_counts(groups: int, rank: int, dense_roles: tuple[Literal["k", "down"], ...]) -> None:
+    model = ModelConfig(num_layers=1, hidden_size=64, ffn_hidden_size=168, num_attention_heads=4,
+                        num_query_groups=groups)  # fmt: skip
+    lowrank = LowRankConfig(method="cola", rank=rank, rank_overrides={"0.up": 24}, dense_roles=dense_roles)
+    torch.manual_seed(0)
+    tensors = {p.name: torch.randn(p.shape).requires_grad_() for p in layer_parameters(model, lowrank, 0)}
+    x = torch.randn(1, 12, 64, requires_grad=True)  # a layer's input needs a gradient as well
+    with FlopCounterMode(display=False) as forward:
+        y = reference.decoder_layer(model, lowrank, tensors, 0, x)
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(y.sum(), [x, *tensors.values()])
+    expected = layer_flops(model, lowrank, 0, tokens=12, attention="full")
+    assert forward.get_total_flops() == expected.forward
+    assert backward.get_total_flops() == expected.backward
+
+
+def test_closed_forms_of_one_layer_and_of_a_step() -> None:
+    run = preset("cola_60m")
+    n, h, f, r, v = 256, 512, 1376, 128, 32000
+    layer = layer_flops(run.model, run.lowrank, 0, tokens=n, attention="full")
+    assert layer.total == 48 * n * h * r + 18 * n * r * (h + f) + 12 * n * n * h
+    dense = layer_flops(run.model, dense_equivalent(run.lowrank), 0, tokens=n, attention="full")
+    assert dense.total == 24 * n * h * h + 18 * n * h * f + 12 * n * n * h
+    causal = layer_flops(run.model, run.lowrank, 0, tokens=n, attention="causal")
+    assert layer.total - causal.total == 6 * n * n * h and layer.projections == causal.projections
+    whole = model_flops(run.model, run.lowrank, sequence_length=n, attention="causal")
+    assert whole.total == 8 * causal.total + 6 * n * h * v
+    assert flops_per_token(run.model, run.lowrank, sequence_length=n, attention="causal") * n == whole.total
+    step = flops_per_step(run.model, run.lowrank, sequence_length=n, rows=512, attention="causal")
+    assert step == 512 * whole.total
+
+
+def test_parameters_of_the_ranks_add_up() -> None:
+    model = ModelConfig(num_layers=4, hidden_size=64, ffn_hidden_size=176, vocab_size=131, num_query_groups=2,
+                        attention_bias=True, mlp_bias=True)  # fmt: skip
+    lowrank = LowRankConfig(rank=16, dense_layers=(1,))
+    count = count_parameters(model, lowrank)
+    parallel = ParallelConfig(pipeline_parallel_size=2)
+    padding = 2 * (model.padded_vocab_size(1) - 131) * 64
+    assert sum(rank_parameters(model, lowrank, parallel, stage) for stage in (0, 1)) == count.total + padding
+    # What is replicated over the two tensor-parallel ranks: norms, and the biases of o and down.
+    halved = replace(parallel, tensor_parallel_size=2)
+    local = sum(rank_parameters(model, lowrank, halved, stage) for stage in (0, 1))
+    replicated = count.norms + 4 * 2 * 64
+    assert 2 * local == count.total + 2 * (model.padded_vocab_size(2) - 131) * 64 + replicated
+    tied = replace(model, tie_embeddings=True)
+    both = sum(rank_parameters(tied, lowrank, parallel, stage) for stage in (0, 1))
+    assert both == sum(rank_parameters(model, lowrank, parallel, stage) for stage in (0, 1))
+    interleaved = replace(parallel, virtual_pipeline_size=2)
+    # Layers 0 and 2 are on stage 0 then; the dense layer 1 has moved to stage 1.
+    assert rank_parameters(model, lowrank, interleaved, 0) < rank_parameters(model, lowrank, parallel, 0)
+
+
+def test_state_bytes() -> None:
+    run = preset("cola_60m")
+    alone = state_bytes(run.model, run.lowrank, ParallelConfig(), precision="bf16")
+    assert (alone.weights, alone.gradients, alone.optimizer) == tuple(n * 42_770_944 for n in (2, 4, 12))
+    shared = state_bytes(run.model, run.lowrank, ParallelConfig(), precision="bf16", data_parallel_size=8)
+    assert shared.total == alone.weights + alone.gradients + alone.optimizer // 8
+    whole = ParallelConfig(use_distributed_optimizer=False)
+    single = state_bytes(run.model, run.lowrank, whole, precision="fp32", data_parallel_size=8)
+    assert single.total == 16 * 42_770_944
