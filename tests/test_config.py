@@ -63,6 +63,8 @@ def test_config_survives_json_and_the_command_line(name: str, tmp_path: Path) ->
     path = tmp_path / "run.json"
     path.write_text(dump(run))
     assert parse_run(["--config", str(path)]) == run == parse_run(["--preset", name])
+    path.write_text(json.dumps({"config": run.to_dict(), "digest": run.digest()}))
+    assert parse_run(["--config", str(path)]) == run, "a run folder's run_config.json is a config file"
 
 
 def test_ranks_most_specific_wins() -> None:

@@ -119,7 +119,8 @@ def _read_file(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise UsageError(f"--config: {path} holds a {type(values).__name__}, allowed: a mapping of fields")
-    return values
+    # The run_config.json of a run's folder holds the config beside digest, versions and data.
+    return values["config"] if isinstance(values.get("config"), dict) else values
 
 
 def _flags(values: dict[str, Any]) -> list[str]:

@@ -40,9 +40,9 @@ class ModelConfig:
     """Bias on gate, up and down (after B)."""
     pad_token_id: int | None = 0
     """Its embedding row starts at zero. None: no such row."""
-    bos_token_id: int = 0
+    bos_token_id: int | None = 0
     """Written into exported checkpoints."""
-    eos_token_id: int = 1
+    eos_token_id: int | None = 1
     """Written into exported checkpoints."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Whose linears, norms and attention fill the slots: torch's and ours, or Transformer Engine's (GPU only)."""

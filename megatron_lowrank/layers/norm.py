@@ -24,19 +24,20 @@ class _RMSNorm(torch.autograd.Function):
         inverse_rms = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square() / x.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, weight, inverse_rms)
         normed: torch.Tensor = (wide * inverse_rms).to(x.dtype)
-        return normed * weight
+        return normed.mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        # With xhat = x / rms: dweight = sum_tokens g xhat,  dx = (g weight - xhat <g weight, xhat> / H) / rms.
         x, weight, inverse_rms = ctx.saved_tensors
-        grad = grads[0]
-        wide = x.to(inverse_rms.dtype)
-        normed = wide * inverse_rms
-        grad_weight = (grad.to(inverse_rms.dtype) * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        scaled = (grad * weight).to(inverse_rms.dtype)
-        # dx = (g - xhat <g, xhat>/H) / rms, with xhat = x / rms
-        inner = (scaled * normed).sum(-1, keepdim=True) / x.shape[-1]
-        return ((scaled - normed * inner) * inverse_rms).to(x.dtype), grad_weight, None
+        grad, wide_weight = grads[0].to(inverse_rms.dtype), weight.to(inverse_rms.dtype)
+        normed = x.to(inverse_rms.dtype) * inverse_rms
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        # One product serves both sums, the second as a matrix-vector product: elementwise passes are what this costs.
+        inner = (product @ wide_weight).unsqueeze(-1)
+        grad_x = (grad * wide_weight).addcmul_(normed, inner, value=-1 / x.shape[-1]).mul_(inverse_rms)
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 class RMSNorm(MegatronModule):

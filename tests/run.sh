@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Everything that a CPU can check, in a venv of its own.
+#
+#   bash tests/run.sh [pytest arguments]            PYTHON=/path/to/python picks the interpreter
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source examples/setup_venv.sh
+name=.venv-tests
+if [ -n "${PYTHON:-}" ]; then
+    name=.venv-tests-$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+fi
+setup_venv "$name" dev
+"$PY" -c 'import importlib.metadata as m, platform as p; print("Python", p.python_version(), *(f"{n} {m.version(n)}" for n in ("torch", "megatron-core")))'
+"$PY" -m ruff check .
+"$PY" -m ruff format --check .
+"$PY" -m mypy
+"$PY" -m pytest "$@"

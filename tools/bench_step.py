@@ -1,0 +1,167 @@
+"""Step time, FLOPs and saved activations of the decoder layers: low-rank against dense, in one process.
+
+    python tools/bench_step.py [--preset cola_350m] [--width 1024] [--layers 2] [--batch 4] [--sequence 256]
+                               [--rounds 15] [--threads 2] [--json FILE]
+
+Three candidates alternate: our low-rank layers on megatron-core, the dense control on the same path, and a plain torch
+re-statement of the published low-rank layer without megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def main() -> None:
+    """Measure, print a table, write JSON when asked."""
+    args = _arguments()
+    from megatron_lowrank.platform import cpu
+
+    if not torch.cuda.is_available():
+        cpu.install()
+    import torch.distributed as dist
+
+    from megatron_lowrank import __version__, compat
+    from megatron_lowrank.config import RunConfig, preset
+    from megatron_lowrank.estimate.flops import layer_flops
+    from megatron_lowrank.testing.measure import alternate, matmul_flops, paired_ratio, saved_elements
+    from megatron_lowrank.testing.plain_layer import PlainStack
+    from megatron_lowrank.testing.ranks import initialize
+
+    torch.set_num_threads(args.threads)
+    store = tempfile.NamedTemporaryFile()
+    dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+    initialize()
+    try:
+        base = preset(args.preset)
+    except ValueError as error:
+        sys.exit(f"bench_step: error: {error}")
+    run = _at_width(base, args)
+    dense = replace(run, lowrank=replace(run.lowrank, method="dense"))
+    x = torch.randn(args.sequence, args.batch, args.width, generator=torch.Generator().manual_seed(0))
+    stacks: dict[str, Any] = {
+        "low-rank": _decoder(run), "dense": _decoder(dense), "plain torch": PlainStack(run.model, run.lowrank)
+    }  # fmt: skip
+    inputs = {"low-rank": x, "dense": x, "plain torch": x.transpose(0, 1).contiguous()}
+
+    def forward(name: str) -> torch.Tensor:
+        return stacks[name](inputs[name].clone().requires_grad_())  # type: ignore[no-any-return]
+
+    def step(name: str) -> None:
+        for parameter in _parameters(stacks[name]):
+            parameter.grad = None
+        forward(name).square().mean().backward()
+
+    timings = alternate({name: (lambda name=name: step(name)) for name in stacks}, args.rounds)  # type: ignore[misc]
+    configs: dict[str, RunConfig] = {"low-rank": run, "dense": dense, "plain torch": run}
+    rows = []
+    for name, timing in timings.items():
+        closed = layer_flops(configs[name].model, configs[name].lowrank, 0, tokens=args.sequence, attention="full")
+        expected = 3 * closed.projections * args.batch * args.layers
+        counted = matmul_flops(lambda name=name: step(name))  # type: ignore[misc]
+        rows.append({
+            "candidate": name, "median_ms": timing.median * 1e3, "min_ms": timing.minimum * 1e3,
+            "matmul_gflop": counted / 1e9, "closed_form_gflop": expected / 1e9,
+            "matmul_over_closed_form": counted / expected,
+            "saved_megabytes": saved_elements(lambda name=name: forward(name), _parameters(stacks[name])) * 4 / 1e6,  # type: ignore[misc]
+            "weights_megabytes": sum(p.numel() for p in _parameters(stacks[name])) * 4 / 1e6,
+        })  # fmt: skip
+    result = {
+        "date": date.today().isoformat(), "command": f"python tools/bench_step.py {' '.join(sys.argv[1:])}".strip(),
+        "python": platform.python_version(), "torch": torch.__version__, "megatron_lowrank": __version__,
+        "megatron_core": compat.megatron_core_version(), "threads": args.threads, "rounds": args.rounds,
+        "rank": run.rank_of(0, "q"), "rows": rows,
+        "dense_over_low_rank": paired_ratio(timings["dense"], timings["low-rank"]),
+        "low_rank_over_plain_torch": paired_ratio(timings["low-rank"], timings["plain torch"]),
+        "minima": {
+            "dense_over_low_rank": timings["dense"].minimum / timings["low-rank"].minimum,
+            "low_rank_over_plain_torch": timings["low-rank"].minimum / timings["plain torch"].minimum,
+        },
+    }  # fmt: skip
+    _print(result)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="cola_350m", help="its method, activations and recipe; a low-rank one")
+    parser.add_argument("--width", type=int, default=1024, help="hidden size; ffn and heads scale with it")
+    parser.add_argument("--ratio", type=float, default=0.25, help="rank / width")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", metavar="FILE", help="write the result there")
+    args = parser.parse_args()
+    for name in ("width", "layers", "batch", "sequence", "rounds", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: found {getattr(args, name)}, allowed: a positive integer")
+    return args
+
+
+def _at_width(run: Any, args: argparse.Namespace) -> Any:
+    m = run.model
+    if run.lowrank.method == "dense":
+        sys.exit(f"bench_step: error: --preset {args.preset} is dense already; name a low-rank one")
+    try:
+        return replace(
+            run,
+            model=replace(
+                m, num_layers=args.layers, hidden_size=args.width, num_attention_heads=max(1, args.width // 64),
+                ffn_hidden_size=8 * round(m.ffn_hidden_size / m.hidden_size * args.width / 8), kv_channels=None,
+                num_query_groups=None, vocab_size=128, eos_token_id=1, max_position_embeddings=args.sequence,
+            ),
+            lowrank=replace(run.lowrank, rank=args.ratio, rank_overrides={}),
+            train=replace(run.train, precision="fp32", sequence_length=args.sequence),
+        )  # fmt: skip
+    except ValueError as error:
+        sys.exit(f"bench_step: error: {error}")
+
+
+def _decoder(run: Any) -> Any:
+    from megatron_lowrank.model import build_model
+
+    model = build_model(run)[0]
+    angles = model.rotary_pos_emb(run.train.sequence_length)
+    # The final norm belongs to no layer.
+    model.decoder.final_layernorm = None
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=angles)  # type: ignore[no-any-return]
+
+    forward.parameters = list(model.decoder.layers.parameters())  # type: ignore[attr-defined]
+    return forward
+
+
+def _parameters(stack: Any) -> list[torch.Tensor]:
+    return stack.parameters if isinstance(stack.parameters, list) else list(stack.parameters())
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"{'candidate':<14}{'median ms':>11}{'min ms':>9}{'GFLOP':>9}{'/closed':>9}{'saved MB':>10}{'weights MB':>12}")
+    for row in result["rows"]:
+        print(
+            f"{row['candidate']:<14}{row['median_ms']:>11.1f}{row['min_ms']:>9.1f}{row['matmul_gflop']:>9.1f}"
+            f"{row['matmul_over_closed_form']:>9.4f}{row['saved_megabytes']:>10.1f}{row['weights_megabytes']:>12.1f}"
+        )
+    print(f"dense / low-rank step time: {result['dense_over_low_rank']:.2f} (median of paired ratios), "
+          f"{result['minima']['dense_over_low_rank']:.2f} (minima)")  # fmt: skip
+    print(f"low-rank / plain torch: {result['low_rank_over_plain_torch']:.3f} (median of paired ratios), "
+          f"{result['minima']['low_rank_over_plain_torch']:.3f} (minima)")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
