@@ -41,8 +41,7 @@ say "1/5 tokenising"
 "$PY" tools/prepare_data.py "${text[@]}" --out "$out/data/text" --train-bpe 2048
 
 run=$out/$method
-flags=(--preset "${method}_quickstart" --out "$run" --data.path "$out/data/text"
-       --data.tokenizer hf --data.tokenizer_path "$out/data/text.tokenizer.json" --parallel.tensor_parallel_size 2)
+flags=(--preset "${method}_quickstart" --out "$run" --data.path "$out/data/text" --parallel.tensor_parallel_size 2)
 train() { "$PY" -m torch.distributed.run --standalone --nproc-per-node 2 examples/pretrain.py "${flags[@]}" "$@"; }
 
 say "2/5 pre-training $method on 2 ranks (tensor parallel 2, sequence parallel, distributed optimizer)"

@@ -93,7 +93,7 @@ def cola_quickstart() -> RunConfig:
         model=ModelConfig(num_layers=4, hidden_size=256, ffn_hidden_size=688, num_attention_heads=4, vocab_size=2048,
                           pad_token_id=None, bos_token_id=0, eos_token_id=0),
         lowrank=LowRankConfig(method="cola", rank=64, mlp_activation="keep"),
-        data=DataConfig(tokenizer="byte", split="95,5,0"),
+        data=DataConfig(split="90,10,0"),
         optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.1, beta2=0.95, clip_grad=1.0),
         schedule=ScheduleConfig(decay="cosine", warmup_steps=20),
         train=TrainConfig(steps=200, sequence_length=128, micro_batch_size=8, global_batch_size=16,
