@@ -1,0 +1,140 @@
+"""Reading a training checkpoint without a model, a process group or megatron-core."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from megatron_lowrank.checkpoint.files import (
+    MANIFEST,
+    RUN_CONFIG,
+    digest_of,
+    read_json,
+    read_manifest,
+    resolve,
+)
+from megatron_lowrank.config import RunConfig
+from megatron_lowrank.names import CanonicalParameter, canonical_parameters
+
+OPTIMIZER_PREFIX = "optimizer.state."
+OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
+"""fp32 main parameter and Adam's moments, each under `optimizer.state.<state>.<canonical name>`."""
+RNG_KEY = "rng_state"
+
+
+class CachedReader(FileSystemReader):
+    """Reads the metadata once, however many tensors are loaded one at a time."""
+
+    _cached: Metadata | None = None
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """The metadata of the checkpoint."""
+        if self._cached is None:
+            self._cached = super().read_metadata()
+        return self._cached
+
+
+def read_run_config(path: str | Path) -> RunConfig:
+    """The config of the run that wrote a checkpoint.
+
+    Args:
+        path: A checkpoint, or a folder of them (then its latest).
+
+    Raises:
+        OSError: there is no checkpoint, or it cannot be read.
+        ValueError: it is incomplete, or its config is not valid.
+    """
+    file = resolve(path) / RUN_CONFIG
+    try:
+        return RunConfig.from_dict(read_json(file))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no run config: {error}") from error
+
+
+def checkpoint_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Canonical name and full tensor of every weight, in the order of the forward pass, without vocabulary padding.
+
+    One tensor is read at a time, on the CPU, in the dtype in which it was stored.
+
+    Args:
+        path: A checkpoint, or a folder of them (then its latest).
+
+    Raises:
+        OSError: there is no checkpoint, or it cannot be read.
+        ValueError: it is incomplete or damaged, or its tensors are not those of its config.
+    """
+    path = resolve(path)
+    read_manifest(path)
+    run = read_run_config(path)
+    check_tensors(path, run, with_optimizer=False)
+    reader = CachedReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    for parameter in canonical_parameters(run.model, run.lowrank):
+        entry = stored[parameter.name]
+        assert isinstance(entry, TensorStorageMetadata)
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
+            load({parameter.name: tensor}, storage_reader=reader, no_dist=True)
+        yield parameter.name, tensor[: parameter.shape[0]]
+
+
+def check_tensors(path: Path, run: RunConfig, *, with_optimizer: bool) -> None:
+    """Compares the names and global shapes of a checkpoint with what the config of a run implies.
+
+    Args:
+        path: A complete checkpoint.
+        run: The run that wants to read it; the architectures have been found equal.
+        with_optimizer: Whether the optimizer's state is wanted too.
+
+    Raises:
+        ValueError: a key is missing or unknown, or a shape differs.
+    """
+    stored = CachedReader(path).read_metadata().state_dict_metadata
+    expected = {parameter.name: parameter for parameter in canonical_parameters(run.model, run.lowrank)}
+    weights = dict(expected)
+    states = {f"{OPTIMIZER_PREFIX}{s}.{name}": p for s in OPTIMIZER_STATES for name, p in weights.items()}
+    if with_optimizer:
+        expected |= states
+    known = {*weights, *states}
+    missing = sorted(set(expected) - set(stored))
+    unknown = sorted(
+        name for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata) and name not in known
+    )
+    for word, names in (("lacks", missing), ("has the unknown", unknown)):
+        if names:
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            raise ValueError(f"{path} {word} keys {', '.join(names[:10])}{more}")
+    for name, parameter in expected.items():
+        entry = stored[name]
+        found = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        if not _fits(found, parameter):
+            raise ValueError(f"{path}: {name} has the shape {found}, the run's config makes it {parameter.shape}")
+
+
+def _fits(found: tuple[int, ...] | None, parameter: CanonicalParameter) -> bool:
+    if found is None or parameter.kind not in ("embedding", "output"):
+        return found == parameter.shape
+    return found[0] >= parameter.shape[0] and found[1:] == parameter.shape[1:]  # rows are padded, depending on TP
+
+
+def verify_checksums(path: str | Path) -> None:
+    """Recomputes the digest of every file of a checkpoint.
+
+    Args:
+        path: A checkpoint, or a folder of them (then its latest).
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is missing, or its size or digest is not the manifest's.
+    """
+    path = resolve(path)
+    for name, entry in read_manifest(path)["files"].items():
+        if (found := digest_of(path / name)) != entry["sha256"]:
+            raise ValueError(f"{path / name}: found sha256 {found}, {MANIFEST} says {entry['sha256']}")

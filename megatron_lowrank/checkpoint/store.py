@@ -1,0 +1,216 @@
+"""Saving and loading a training checkpoint: all ranks, one outcome."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron_lowrank import __version__, compat
+from megatron_lowrank.checkpoint import files, state
+from megatron_lowrank.checkpoint.agree import on_every_rank, on_rank_0
+from megatron_lowrank.checkpoint.optimizer import adam_step
+from megatron_lowrank.checkpoint.read import check_tensors
+from megatron_lowrank.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    folder: str | Path,
+    step: int,
+    run: RunConfig,
+    chunks: Sequence[nn.Module],
+    optimizer: Any | None,
+    scheduler: Any | None,
+    train_state: dict[str, Any],
+) -> Path:
+    """Writes a checkpoint, atomically, then removes old ones beyond `run.checkpoint.keep`. Collective.
+
+    Killed at any moment, it leaves the last checkpoint loadable. A checkpoint of the same step is replaced.
+
+    Args:
+        folder: Of all checkpoints, on a file system that every rank sees.
+        step: Optimizer steps done.
+        run: Config, stored with the checkpoint.
+        chunks: The model's chunks on this rank, wrapped for DDP or not.
+        optimizer: megatron-core's, with or without the distributed optimizer; None stores the weights alone.
+        scheduler: megatron-core's OptimizerParamScheduler, or None.
+        train_state: JSON values, the same on every rank; tuples come back as lists, keys as strings.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        OSError: it cannot be written. On every rank, with the same message.
+        ValueError: `train_state` is not made of JSON values. On every rank.
+    """
+    compat.silence_known_notices()
+    folder = Path(folder)
+    partial, what = files.partial_path(folder, step), f"saving the checkpoint of step {step}"
+
+    def describe() -> dict[str, str]:
+        progress = {
+            "train_state": train_state,
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "adam_step": 0 if optimizer is None else adam_step(optimizer),
+        }
+        contents = {
+            files.RUN_CONFIG: run.to_dict(), files.ARCHITECTURE: run.architecture(), files.TRAIN_STATE: progress,
+        }  # fmt: skip
+        try:
+            return {name: json.dumps(content, indent=1) for name, content in contents.items()}
+        except TypeError as error:
+            raise ValueError(f"the training state is not made of JSON values: {error}") from error
+
+    texts = on_every_rank(describe, what=what)[0]
+    on_rank_0(lambda: files.prepare(folder, step), what=what)
+    try:
+        on_every_rank(lambda: _check_writable(partial), what=what)
+        on_every_rank(lambda: state.save_state(partial, chunks, optimizer), what=what)
+
+        def describe_files() -> None:
+            for name, text in texts.items():
+                files.write(partial / name, text)
+
+        on_rank_0(describe_files, what=what)
+        sealed = on_every_rank(lambda: files.seal_files(partial, dist.get_rank()), what=what)
+        manifest = {
+            "step": step,
+            "versions": {
+                "megatron_core": compat.megatron_core_version(), "torch": torch.__version__,
+                "megatron_lowrank": __version__,
+            },
+            "layout": _layout(run),
+            "config_digest": run.digest(),
+            "files": {name: entry for entries in sealed for name, entry in entries.items()},
+        }  # fmt: skip
+        path = on_rank_0(lambda: files.publish(folder, step, manifest), what=what)
+    except (OSError, ValueError):
+        if dist.get_rank() == 0:
+            files.discard(folder, step)
+        raise
+    on_rank_0(lambda: files.retain(folder, step, run.checkpoint.keep), what=what)
+    return path
+
+
+def load_checkpoint(
+    path: str | Path,
+    run: RunConfig,
+    chunks: Sequence[nn.Module],
+    optimizer: Any | None,
+    scheduler: Any | None,
+    weights_only: bool = False,
+) -> dict[str, Any]:
+    """Reads a checkpoint into a model, its optimizer and scheduler, whatever the layout that wrote it. Collective.
+
+    Tensor, pipeline and data parallelism, interleaving, placement and the distributed optimizer may differ from the
+    writer's. The random state is restored if the layout is the same; otherwise the generators are seeded anew.
+
+    Args:
+        path: A checkpoint, or a folder of them (then its latest).
+        run: Config of this run; its architecture has to be the checkpoint's.
+        chunks: The model's chunks on this rank, wrapped for DDP or not.
+        optimizer: megatron-core's; None reads no state for it.
+        scheduler: megatron-core's, set to the position in the checkpoint; its shape stays the run's.
+        weights_only: Take the weights alone; optimizer, scheduler and random state stay as at the start of a run.
+
+    Returns:
+        The `train_state` that was saved; empty with `weights_only`.
+
+    Raises:
+        OSError: there is no checkpoint, or it cannot be read. On every rank, with the same message.
+        ValueError: it is incomplete, damaged, of another architecture, or of a newer megatron-core. On every rank.
+    """
+    what = f"loading the checkpoint {path}"
+    full = optimizer is not None and not weights_only
+    found, manifest, progress = on_rank_0(lambda: _inspect(path, run, full), what=what)
+    on_every_rank(lambda: _check_visible(found), what=what)
+    layout = _layout(run)
+    same_layout = manifest["layout"] == layout
+
+    def load() -> None:
+        state.load_state(
+            found, chunks, optimizer if full else None,
+            adam_step=progress["adam_step"], restore_rng=same_layout and not weights_only,
+        )  # fmt: skip
+        if optimizer is not None and not full:
+            state.reset_main_parameters(optimizer)
+        if scheduler is not None and not weights_only and progress["scheduler"] is not None:
+            _set_scheduler(scheduler, progress["scheduler"])
+
+    on_every_rank(load, what=what)
+    if weights_only:
+        return {}
+    if not same_layout:
+        state.reseed(run.train.seed, manifest["step"])
+        if dist.get_rank() == 0:
+            logger.warning("%s was written on %s, this is %s: random generators start anew from the seed and the step",
+                           found, manifest["layout"], layout)  # fmt: skip
+    train_state: dict[str, Any] = progress["train_state"]
+    return train_state
+
+
+def _inspect(path: str | Path, run: RunConfig, full: bool) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Everything that can be found wrong from the outside, before a rank reads a tensor."""
+    found = files.resolve(path)
+    manifest = files.read_manifest(found)
+    written, ours = manifest["versions"]["megatron_core"], compat.megatron_core_version()
+    if _generation(written) > _generation(ours):
+        raise ValueError(f"{found} was written by megatron-core {written}, which this {ours} cannot read: upgrade it")
+    stored, wanted = files.read_json(found / files.ARCHITECTURE), run.architecture()
+    differing = [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]
+    if differing:
+        lines = [f"{name}: checkpoint {stored.get(name)}, run {wanted.get(name)}" for name in differing[:10]]
+        more = f"; and {len(differing) - 10} more" if len(differing) > 10 else ""
+        raise ValueError(f"{found} has another architecture: {'; '.join(lines)}{more}")
+    precision = files.read_json(found / files.RUN_CONFIG)["train"]["precision"]
+    if full and precision == "bf16" and run.train.precision == "fp32":
+        # Its weights are rounded, and only a shard of the fp32 ones is on each data-parallel rank.
+        raise ValueError(f"{found} has train.precision bf16, run fp32: allowed with checkpoint.load_weights_only only")
+    check_tensors(found, run, with_optimizer=full)
+    return found, manifest, files.read_json(found / files.TRAIN_STATE)
+
+
+def _layout(run: RunConfig) -> dict[str, int | None]:
+    return {
+        "world": dist.get_world_size(),
+        "tensor": run.parallel.tensor_parallel_size,
+        "pipeline": run.parallel.pipeline_parallel_size,
+        "virtual_pipeline": run.parallel.virtual_pipeline_size,
+        "context": parallel_state.get_context_parallel_world_size(),
+    }
+
+
+def _generation(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def _check_writable(path: Path) -> None:
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: rank 0 has made it, this rank does not see it; allowed: a shared file system")
+    probe = path / f".probe_{dist.get_rank()}"
+    probe.write_bytes(b"0")
+    probe.unlink()
+
+
+def _check_visible(path: Path) -> None:
+    if not files.is_complete(path):
+        raise FileNotFoundError(f"{path}: rank 0 has found it, this rank does not; allowed: a shared file system")
+
+
+def _set_scheduler(scheduler: Any, stored: dict[str, Any]) -> None:
+    differing = {k: v for k, v in scheduler.state_dict().items() if k != "num_steps" and stored.get(k) != v}
+    if differing and dist.get_rank() == 0:
+        before = {name: stored.get(name) for name in differing}
+        logger.warning("the schedule differs: checkpoint %s, run %s; the run's is used", before, differing)
+    # The position alone: what is left of the schedule is the run's config's to say.
+    scheduler.num_steps = 0
+    scheduler.step(int(stored["num_steps"]))
