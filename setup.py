@@ -28,7 +28,7 @@ REQUIREMENTS = [
     "jsonargparse[signatures]>=4.40,<5",
 ]
 EXTRAS = {
-    # Transformer Engine builds against the torch that is there: install with --no-build-isolation, or take an NGC image.
+    # Transformer Engine builds against the torch that is there: install it with --no-build-isolation.
     "te": ["transformer-engine[pytorch]>=2.4"],
     # DALI's own upper bound on packaging; without it pip may back off to an old DALI.
     "dali": ["nvidia-dali-cuda120>=1.51", "packaging<=26.3"],

@@ -58,7 +58,7 @@ def role_key(role: str, part: Literal["a", "b", "dense", "bias", "dense_bias"]) 
 
 def pair_std(in_features: int, out_features: int, rank: int) -> float:
     """Std of both factors: R^(-1/4) (in + out)^(-1/4), so that std((A B)_ij) = (in + out)^(-1/2) (CoLA release)."""
-    return float(rank ** -0.25 * (in_features + out_features) ** -0.25)
+    return float(rank**-0.25 * (in_features + out_features) ** -0.25)
 
 
 EMBEDDING_STD = 0.02

@@ -1,7 +1,7 @@
 """Table: placement x linear group -> what is sharded and which collective runs where. Pure data.
 
-A linear group is `x -> c0 -> A -> c1 -> sigma -> c2 -> B -> c3`; a dense group is `x -> c0 -> W -> c3`. Shard dims refer
-to stored matrices (`A [R, in]`: 0 = R, 1 = in; `B [out, R]`: 0 = out, 1 = R; `W [out, in]`); None = replicated.
+A linear group is `x -> c0 -> A -> c1 -> sigma -> c2 -> B -> c3`; a dense group is `x -> c0 -> W -> c3`. Shard dims
+refer to stored matrices (`A [R, in]`: 0 = R, 1 = in; `B [out, R]`: 0 = out, 1 = R; `W [out, in]`); None = replicated.
 `layers/linear.py` is the only interpreter, so a new placement is a new row.
 
 | op       | forward                    | backward               |

@@ -209,11 +209,15 @@ def test_an_error_on_one_rank_is_an_error_on_all() -> None:
     def ranks() -> tuple[list[int], int, list[dict[str, str]]]:
         values = on_every_rank(dist.get_rank, what="counting")
         first = on_rank_0(lambda: 5 + dist.get_rank(), what="asking")
-        return values, first, failures(
-            {
-                "one": lambda: on_every_rank(step, what="writing"),
-                "first": lambda: on_rank_0(lambda: 1 // 0, what="dividing"),
-            }
+        return (
+            values,
+            first,
+            failures(
+                {
+                    "one": lambda: on_every_rank(step, what="writing"),
+                    "first": lambda: on_rank_0(lambda: 1 // 0, what="dividing"),
+                }
+            ),
         )
 
     message = {"one": "OSError: writing: no (on rank 2; 1 of 3 ranks failed)",

@@ -179,7 +179,9 @@ def test_help_is_grouped_and_complete(capsys: pytest.CaptureFixture[str]) -> Non
         assert field in text
 
 
-@pytest.mark.parametrize("world,message", [(3, "found 3 ranks, allowed: a multiple of"), (4, None), (16, "global_batch")])
+@pytest.mark.parametrize(
+    "world,message", [(3, "found 3 ranks, allowed: a multiple of"), (4, None), (16, "global_batch")]
+)
 def test_world_size(world: int, message: str | None) -> None:
     run = replace(preset("debug"), parallel=ParallelConfig(tensor_parallel_size=2),
                   train=TrainConfig(global_batch_size=4, micro_batch_size=2, sequence_length=64))  # fmt: skip
@@ -200,6 +202,10 @@ def test_architecture_ignores_how_it_is_cut() -> None:
 
 def test_layers_per_stage() -> None:
     assert ParallelConfig(pipeline_parallel_size=2, num_layers_in_first_pipeline_stage=2).layers_per_stage(3) == [2, 1]
-    assert ParallelConfig(pipeline_parallel_size=3, num_layers_in_last_pipeline_stage=1).layers_per_stage(5) == [2, 2, 1]
+    assert ParallelConfig(pipeline_parallel_size=3, num_layers_in_last_pipeline_stage=1).layers_per_stage(5) == [
+        2,
+        2,
+        1,
+    ]
     with pytest.raises(ValueError, match="cannot share"):
         ParallelConfig(pipeline_parallel_size=2, num_layers_in_first_pipeline_stage=3).layers_per_stage(3)

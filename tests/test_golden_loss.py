@@ -1,6 +1,6 @@
 """The loss curve of the debug preset on a committed text (this project's LICENSE), held as a golden file.
 
-    python tests/test_golden_loss.py        writes tests/fixtures/golden_loss.json anew; say in LOG.md why it moved
+python tests/test_golden_loss.py        writes tests/fixtures/golden_loss.json anew; say in LOG.md why it moved
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ def assert_meets_fixture(outcome: Outcome, run: RunConfig, expected: dict[str, T
     assert (outcome.logits - expected["logits"]).abs().max() < 2e-4
     assert (outcome.token_losses[:, :-1] - expected["token_losses"]).abs().max() < 2e-4
     assert (outcome.loss - expected["loss"]).abs() < 1e-5
-    names = {p.name: reference_key(p, "cola", run.model.num_layers) for p in canonical_parameters(run.model, run.lowrank)}
+    names = {
+        p.name: reference_key(p, "cola", run.model.num_layers) for p in canonical_parameters(run.model, run.lowrank)
+    }
     assert set(outcome.gradients) == set(names)
     for name, (key, transposed) in names.items():
         want = expected[f"grad.{key}"]

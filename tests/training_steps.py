@@ -91,7 +91,6 @@ class Training:
 
         return out, loss
 
-
     def local_state(self) -> list[torch.Tensor]:
         """Copies of this rank's weights, main parameters, moments and Adam steps, in a fixed order."""
         tensors = [parameter for chunk in self.chunks for parameter in chunk.parameters()]

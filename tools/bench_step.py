@@ -13,7 +13,6 @@ import argparse
 import json
 import platform
 import sys
-import tempfile
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -39,8 +38,7 @@ def main() -> None:
     from megatron_lowrank.testing.ranks import initialize
 
     torch.set_num_threads(args.threads)
-    store = tempfile.NamedTemporaryFile()
-    dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     initialize()
     try:
         base = preset(args.preset)
@@ -151,7 +149,9 @@ def _parameters(stack: Any) -> list[torch.Tensor]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    print(f"{'candidate':<14}{'median ms':>11}{'min ms':>9}{'GFLOP':>9}{'/closed':>9}{'saved MB':>10}{'weights MB':>12}")
+    print(
+        f"{'candidate':<14}{'median ms':>11}{'min ms':>9}{'GFLOP':>9}{'/closed':>9}{'saved MB':>10}{'weights MB':>12}"
+    )
     for row in result["rows"]:
         print(
             f"{row['candidate']:<14}{row['median_ms']:>11.1f}{row['min_ms']:>9.1f}{row['matmul_gflop']:>9.1f}"

@@ -1,6 +1,6 @@
 """Where the results of runs lie and how they compare.
 
-    python tools/summarize.py FOLDER        a run's folder, or a folder of runs
+python tools/summarize.py FOLDER        a run's folder, or a folder of runs
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ def activation_by_name(name: str) -> Activation:
     function = None
     if name.isidentifier() and not name.startswith("_") and not name.endswith("_"):
         # From torch itself only what is a method of tensors too: a name in a foreign config may call nothing else.
-        function = getattr(functional, name, None) or (getattr(torch, name, None) if hasattr(torch.Tensor, name) else None)
+        function = getattr(functional, name, None) or (
+            getattr(torch, name, None) if hasattr(torch.Tensor, name) else None
+        )
     if not callable(function):
         raise ValueError(f"found {name!r}, no function of torch.nn.functional{_suggestion(name)}")
     probe = torch.linspace(-3.0, 3.0, 8)

@@ -161,7 +161,9 @@ def _one_line(message: str, argv: Sequence[str]) -> str:
         # `--data.path+` appends to a list in the parser's own syntax.
         if name.rstrip("+") in names:
             continue
-        near = difflib.get_close_matches(name, names, 1) or [n for n in names if n.split(".")[-1] == name.split(".")[-1]]
+        near = difflib.get_close_matches(name, names, 1) or [
+            n for n in names if n.split(".")[-1] == name.split(".")[-1]
+        ]
         section = name.split(".")[0]
         allowed = ", ".join(n for n in names if n.split(".")[0] == section) or "see --help"
         hint = f"did you mean --{near[0]}? " if near else ""

@@ -66,7 +66,9 @@ class CausalAttention(MegatronModule):
             ValueError: a mask, a bias or packed sequences are given; this attention is plainly causal.
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("core attention of the local backend: found a mask, bias or packed rows; it is plainly causal")
+            raise ValueError(
+                "core attention of the local backend: found a mask, bias or packed rows; it is plainly causal"
+            )
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=key.shape[1] != query.shape[1]

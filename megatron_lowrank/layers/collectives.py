@@ -1,7 +1,7 @@
 """The collectives of the placement table as autograd functions: explicit group, any device, fresh outputs.
 
-megatron-core's own mappings allocate on the current CUDA device and reduce in place; a gradient that two consumers share
-would be corrupted. These never write into their input. Activations are [S, B, H]; `dim 0` is the sequence.
+megatron-core's own mappings allocate on the current CUDA device and reduce in place; a gradient that two consumers
+share would be corrupted. These never write into their input. Activations are [S, B, H]; `dim 0` is the sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Initial weights that depend on the seed and on canonical names, and on nothing else.
 
-Every run starts from the same full tensors whatever its tensor, pipeline or data parallelism, placement or grouping: the
-full tensor is drawn in fp32 by a generator seeded with its name, and a rank keeps its block.
+Every run starts from the same full tensors whatever its tensor, pipeline or data parallelism, placement or grouping:
+the full tensor is drawn in fp32 by a generator seeded with its name, and a rank keeps its block.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ class LocalFactor(nn.Linear):
     """One factor on this rank's local shape: a plain matrix product that communicates nothing."""
 
     def __init__(self, in_features: int, out_features: int, *, config: TransformerConfig, name: str) -> None:
-        super().__init__(
-            in_features, out_features, bias=False, device=current_device(), dtype=config.params_dtype
-        )
+        super().__init__(in_features, out_features, bias=False, device=current_device(), dtype=config.params_dtype)
 
     def reset_parameters(self) -> None:
         """Nothing: `layers.init` draws every weight by its canonical name."""
@@ -146,9 +144,7 @@ class DenseRoles(MegatronModule):
                 inputs, outputs, gather_output=False, skip_bias_add=False, **shared
             )
         else:
-            self.linear = plan.backend.row_linear(
-                inputs, outputs, input_is_parallel=True, skip_bias_add=True, **shared
-            )
+            self.linear = plan.backend.row_linear(inputs, outputs, input_is_parallel=True, skip_bias_add=True, **shared)
 
     def forward(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Outputs by role, and the bias that is not added yet (row kind)."""

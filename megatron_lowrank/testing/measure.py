@@ -34,7 +34,7 @@ def alternate(candidates: Mapping[str, Callable[[], Any]], rounds: int, warmup: 
     """Time every candidate once per round, in turn and in alternating order, so that drift of the machine hits all."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(warmup + rounds):
-        order = list(candidates) if number % 2 else list(reversed(candidates))
+        order = list(candidates)[:: 1 if number % 2 else -1]
         for name in order:
             start = time.perf_counter()
             candidates[name]()

@@ -48,7 +48,8 @@ class PlainLayer(nn.Module):
         """[B, S, H] -> [B, S, H]."""
         normed = rms_norm(x, self.norms[0], self.model.norm_epsilon)
         q, k, v = (
-            self.roles[role](normed).unflatten(-1, (-1, self.model.head_dim)).transpose(1, 2) for role in ("q", "k", "v")
+            self.roles[role](normed).unflatten(-1, (-1, self.model.head_dim)).transpose(1, 2)
+            for role in ("q", "k", "v")
         )
         attended = functional.scaled_dot_product_attention(
             rotate(q, *tables), rotate(k, *tables), v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]
