@@ -93,8 +93,8 @@ def test_activations_of_torch(name: str) -> None:
     assert activation_by_name(name)(torch.zeros(3)).shape == (3,)
 
 
-@pytest.mark.parametrize("name", ["softmax", "nope", "glu", "dropout", "linear", "sort", "relu_", "rand", "sum", "cumsum",
-                                  "__doc__", "os.system", "normalize", "layer_norm", "isnan", "rand_like"])  # fmt: skip
+@pytest.mark.parametrize("name", ["softmax", "nope", "glu", "dropout", "linear", "sort", "relu_", "rand", "sum",
+                                  "cumsum", "__doc__", "os.system", "normalize", "layer_norm", "isnan", "rand_like"])  # fmt: skip
 def test_no_activation(name: str) -> None:
     with pytest.raises(ValueError, match="lowrank.latent_activation: found"):
         LowRankConfig(latent_activation=name)
@@ -119,7 +119,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "activation": (["--lowrank.latent_activation", "sillu"], "did you mean 'silu'"),
     "type": (["--model.num_layers", "two"], "model.num_layers: found two, allowed: an integer"),
     "placement": (["--parallel.placement", "ring"], "parallel.placement: found 'ring', allowed: dense, vanilla"),
-    "dense placement": (["--lowrank.method", "dense", "--parallel.placement", "vanilla"], "allowed with lowrank.method"),
+    "dense placement": (["--lowrank.method", "dense", "--parallel.placement", "vanilla"], "with lowrank.method"),
     "length": (["--train.sequence_length", "4096"], "at most model.max_position_embeddings 2048"),
     "sp length": (["--train.sequence_length", "63", "--parallel.tensor_parallel_size", "2"], "a multiple of"),
     "layer": (["--lowrank.dense_layers", "[5]"], "found layer 5, allowed: 0 to 1"),
