@@ -1,0 +1,229 @@
+"""From environment variables to seeded ranks with process groups; the first thing a training script does.
+
+megatron-core must not be imported before `launched` has run: on a CPU it binds functions that the platform layer has
+to replace first. This file therefore imports it inside functions only.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+from megatron_lowrank import compat
+from megatron_lowrank.config import RunConfig
+from megatron_lowrank.platform import cpu
+from megatron_lowrank.train.failure import FAILED, AgreedError, LaunchError, as_agreed, speak_through
+
+_KNOWN_WARNINGS = (
+    # megatron-core tells at import what it does without its optional packages.
+    r".*(Transformer Engine|Apex).*[Ff]alling back", r"Apex is not installed", r"full scope is deprecated",
+    # Its optimizer looks at `.grad` of views; torch renamed two collectives that it calls.
+    r"The \.grad attribute of a Tensor that is not a leaf", r"`torch\.distributed\.\w+_tensor` is deprecated",
+)  # fmt: skip
+_MEETING_SECONDS = 600  # to wait for ranks before the config, which holds the user's limit, is known to be good
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process's place among the ranks, as torchrun or a Slurm script exports it."""
+
+    rank: int = 0
+    """Number of this process."""
+    size: int = 1
+    """Number of processes."""
+    local_rank: int = 0
+    """Number of this process on its machine; picks the GPU."""
+    one_machine: bool = True
+    """Whether all ranks are known to run on this machine."""
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Reads RANK, WORLD_SIZE, LOCAL_RANK; a world of one when none of them is set.
+
+        Raises:
+            ValueError: a variable is missing or is no number in range.
+        """
+        if "RANK" not in os.environ and os.environ.get("WORLD_SIZE", "1") == "1":
+            return cls()
+        size, rank = _integer("WORLD_SIZE"), _integer("RANK")
+        if not 0 <= rank < size:
+            raise ValueError(f"RANK: found {rank}, allowed: 0 to WORLD_SIZE - 1 = {size - 1}")
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if size > 1 and not os.environ.get(name):
+                raise ValueError(f"{name}: not set, but WORLD_SIZE is {size}; start with torchrun, or export it")
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0
+        return cls(rank=rank, size=size, local_rank=local_rank, one_machine=size in (1, local))
+
+
+def _integer(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdigit():
+        raise ValueError(f"{name}: found {text!r}, allowed: a number; start with torchrun, or export it")
+    return int(text)
+
+
+@contextmanager
+def launched(read_config: Callable[[], RunConfig], world: World | None = None) -> Iterator[RunConfig]:
+    """Reads and checks the config on every rank, then builds the world; tears it down after the body.
+
+    The ranks agree through the rendezvous store whether all of them could read the config before any process group
+    exists, so that a file missing on one machine ends all ranks instead of letting the others wait.
+
+    Args:
+        read_config: Returns the run's config, usually from the command line.
+        world: This process's place. Default: from the environment.
+
+    Yields:
+        The run.
+
+    Raises:
+        AgreedError: bad config or launch, the same on every rank.
+        LaunchError: the ranks did not meet.
+    """
+    run: RunConfig | None = None
+    error: Exception | None = None
+    try:
+        world = World.from_environment() if world is None else world
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if world.rank else sys.stdout):
+            run = read_config()  # prints one --help, not one per rank
+        run.check_world(world.size)
+        device = choose_device(run, world)
+    except Exception as caught:
+        if world is None:
+            raise LaunchError(str(caught)) from caught
+        if world.size == 1:
+            raise as_agreed(caught) from caught
+        error = caught
+    seconds = run.parallel.distributed_timeout_seconds if run is not None else _MEETING_SECONDS
+    store = _meet(world, error, timedelta(seconds=seconds))
+    assert run is not None and world is not None
+    speak_through(store)
+    prepare_device(run, world, device)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=PrefixStore("world", store), rank=world.rank, world_size=world.size,
+        timeout=timedelta(seconds=seconds),
+        device_id=torch.device("cuda", world.local_rank) if device == "cuda" else None,
+    )  # fmt: skip
+    start_model_parallel(run)
+    yield run
+    # Only after success: with a broken group each of these would wait for ranks that never come.
+    dist.barrier()
+    stop_model_parallel()
+    dist.destroy_process_group()
+
+
+def choose_device(run: RunConfig, world: World) -> str:
+    """`cpu` or `cuda`, from `train.device` and what this machine has.
+
+    Raises:
+        ValueError: the GPU that is asked for is not there, or a CPU run sees GPUs.
+    """
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = run.train.device
+    if wanted == "cpu" and visible:
+        raise ValueError(f"train.device: found 'cpu', but {visible} GPU(s) are visible; set CUDA_VISIBLE_DEVICES=")
+    if wanted == "cuda" and not visible:
+        raise ValueError("train.device: found 'cuda', but no GPU is visible; allowed here: cpu, auto")
+    if visible and world.local_rank >= visible:
+        raise ValueError(f"LOCAL_RANK: found {world.local_rank}, but {visible} GPU(s) are visible; one rank per GPU")
+    return "cuda" if visible else "cpu"
+
+
+def prepare_device(run: RunConfig, world: World, device: str) -> None:
+    """Settings that have to precede CUDA, the process groups and the import of megatron-core."""
+    compat.silence_known_notices()
+    for message in _KNOWN_WARNINGS if world.rank == 0 else ("",):  # on the other ranks, a warning is a repetition
+        warnings.filterwarnings("ignore", message=message)
+    if device == "cpu":
+        cpu.install()
+        torch.set_num_threads(1)  # a rank per core; more threads would only fight
+        if world.one_machine and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # does not depend on how the host's name resolves
+    else:
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        if run.parallel.tensor_parallel_size > 1:
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # orders compute behind communication
+        torch.cuda.set_device(world.local_rank)
+    if run.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(run.train.deterministic)
+    # Filling costs a pass over memory and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = run.train.deterministic
+    torch.backends.cudnn.benchmark = False
+
+
+def start_model_parallel(run: RunConfig) -> None:
+    """Builds megatron-core's process groups in an initialised world and seeds every random stream."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel = run.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_seconds / 60,  # a float is as good to timedelta
+    )
+    seed = run.train.seed
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop_model_parallel() -> None:
+    """Forgets megatron-core's groups."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def _meet(world: World, error: Exception | None, timeout: timedelta) -> Any:
+    """Waits in the store for every rank to say whether it can run.
+
+    Raises:
+        AgreedError: a rank cannot; its words.
+        LaunchError: not every rank came.
+    """
+    if world.size == 1:
+        return HashStore()
+    try:
+        store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timeout)))
+        store.set_timeout(timeout)
+        if error is not None:
+            store.set(f"error/{world.rank}", str(error))
+            if store.add("failed", 1) == 1:
+                store.set("error", f"{world.rank}")
+        if store.add("arrived", 1) == world.size:
+            store.set("all_arrived", "yes")
+        store.wait(["all_arrived"], timeout)
+        failed = store.add("failed", 0)
+        if not failed:
+            return store
+        first = int(store.get("error"))
+        message = store.get(f"error/{first}").decode()
+        if store.add("left", 1) == world.size:
+            store.set("all_left", "yes")
+        if world.rank == 0:  # rank 0 may be the one that serves the store
+            store.wait(["all_left"], timedelta(seconds=30))
+    except Exception as lost:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise LaunchError(
+            f"rank {world.rank} of {world.size} did not meet the others at {place} within "
+            f"{timeout.total_seconds():.0f} s: {str(lost).splitlines()[0]}", FAILED
+        ) from lost  # fmt: skip
+    raise AgreedError(message if failed == world.size else f"rank {first} of {world.size}: {message}")

@@ -1,0 +1,58 @@
+"""What a run is, in words, before its first step."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron_lowrank.config import RunConfig
+from megatron_lowrank.data.datasets import Datasets
+from megatron_lowrank.data.files import open_files
+from megatron_lowrank.data.tokenizers import Tokenizer
+from megatron_lowrank.estimate import count_parameters, dense_equivalent
+from megatron_lowrank.model import describe_slots
+from megatron_lowrank.train.folder import versions
+
+
+def describe_run(run: RunConfig, model: nn.Module, datasets: Datasets, tokenizer: Tokenizer) -> str:
+    """Several lines: config, versions, ranks, parameters beside the dense model's, data, and the class in every slot.
+
+    Args:
+        run: The run.
+        model: First chunk of this rank, not wrapped.
+        datasets: With training rows.
+        tokenizer: Of the data.
+    """
+    p, found = run.parallel, versions()
+    actual, dense = (
+        count_parameters(run.model, method).total for method in (run.lowrank, dense_equivalent(run.lowrank))
+    )
+    train, valid = datasets.train, datasets.valid
+    assert train is not None
+    files = ", ".join(
+        f"{name} ({digest}{'' if len(train.description['files']) == 1 else f', weight {weight:g}'})"
+        for name, (weight, digest) in zip(train.description["names"], train.description["files"], strict=True)
+    )
+    interleaved = f" x {p.virtual_pipeline_size} chunks" if p.virtual_pipeline_size else ""
+    return "\n".join([
+        f"run {run.preset}, config {run.digest()}, folder {run.out}",
+        ", ".join(f"{package} {version}" for package, version in found.items()),
+        f"{dist.get_world_size()} ranks over {dist.get_backend()}: tensor {p.tensor_parallel_size}, pipeline "
+        f"{p.pipeline_parallel_size}{interleaved}, data {parallel_state.get_data_parallel_world_size()}; placement "
+        f"{run.placement}, {run.train.precision}",
+        f"parameters: {actual:,}; dense model of the same shape: {dense:,} ({actual / dense:.1%})",
+        f"data: {files}; {len(train):,} training rows of {run.train.sequence_length} tokens, "
+        f"{0 if valid is None else len(valid):,} validation rows; {tokenizer.kind} tokenizer",
+        "throughput counts the FLOPs of the model as configured, attention causal, recomputation left out; "
+        "dense-equivalent is what the dense model would have cost",
+        describe_slots(model),
+    ])  # fmt: skip
+
+
+def unigram_entropy(run: RunConfig) -> float | None:
+    """Entropy of the training text's token frequencies in nats per token, if the sidecar of its one file tells."""
+    if len(run.data.blend()) != 1:
+        return None  # the counts of a mixture are in no sidecar
+    sidecar = open_files(run.data.blend()[0][1]).sidecar
+    return None if sidecar is None else float(sidecar["unigram_entropy"])
