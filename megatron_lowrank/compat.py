@@ -14,6 +14,7 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -144,11 +145,29 @@ KNOWN_NOTICES: tuple[tuple[str, str], ...] = (
 """(logger, start of the message) of what `silence_known_notices` drops; megatron-core prints all of them by logging."""
 
 
+KNOWN_WARNINGS: tuple[str, ...] = (
+    # At import, for every optional package that is not there.
+    r".*(Transformer Engine|Apex).*[Ff]alling back",
+    r"Apex is not installed",
+    # 0.16, in every TransformerConfig; it names a field of CUDA graphs that nobody set.
+    r"full scope is deprecated",
+    # The optimizer looks at `.grad` of views.
+    r"The \.grad attribute of a Tensor that is not a leaf",
+    # Names of torch that both lanes still call.
+    r"`torch\.distributed\.\w+_tensor` is deprecated",
+    r"`load_state_dict` is deprecated",
+    r"`save_state_dict` is deprecated",
+)
+"""Start (regular expression) of each warning that `silence_known_notices` drops."""
+
+
 def silence_known_notices() -> None:
-    """Drops exactly the notices in `KNOWN_NOTICES`; everything else that megatron-core says stays visible.
+    """Drops exactly `KNOWN_NOTICES` and `KNOWN_WARNINGS`; everything else that megatron-core says stays visible.
 
     May be called before megatron-core is imported, and more than once.
     """
+    for message in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
     for logger_name, start in KNOWN_NOTICES:
         logger = logging.getLogger(logger_name)
         if not any(isinstance(old, _DropNotice) and old.start == start for old in logger.filters):

@@ -77,8 +77,10 @@ def test_loss_curve_is_golden(method: str, layout: str, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
+    from megatron_lowrank import compat
     from megatron_lowrank.platform import cpu
 
+    compat.silence_known_notices()
     cpu.install()
     curves = {}
     for name in METHODS:

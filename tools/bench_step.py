@@ -31,6 +31,8 @@ def main() -> None:
     import torch.distributed as dist
 
     from megatron_lowrank import __version__, compat
+
+    compat.silence_known_notices()
     from megatron_lowrank.config import RunConfig, preset
     from megatron_lowrank.estimate.flops import layer_flops
     from megatron_lowrank.testing.measure import alternate, matmul_flops, paired_ratio, saved_elements

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megatron_lowrank import compat
 from megatron_lowrank.data.documents import SUFFIXES
 from megatron_lowrank.data.prepare import BadLineError, PrepareOptions, prepare
 
@@ -41,6 +42,7 @@ def parse(arguments: list[str] | None = None) -> PrepareOptions:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; 0 on success, 1 when `--strict` stopped it or a worker died, 2 for bad arguments."""
+    compat.silence_known_notices()
     try:
         record = prepare(parse(arguments))
     except (BadLineError, RuntimeError) as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,20 @@ from megatron_lowrank.train.step import compute_device
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SIGTERM is sent by Slurm before a kill and by torchrun; SIGUSR1 is what `#SBATCH --signal` usually asks for."""
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Holds the exit signals back; they arrive at the end of the body.
+
+    A checkpoint's writer starts processes of its own, which would die of a signal that Slurm sends to a whole step:
+    they inherit this mask, and the save goes through.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class ExitRequests:

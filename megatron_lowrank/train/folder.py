@@ -1,12 +1,12 @@
 """The run's folder: its resolved config and versions, and whether this run may go on in it.
 
-    out/
-        run_config.json       config, digest, versions, data, tokenizer of the newest start
-        metrics.jsonl         losses and rates
-        loss.png              their picture
-        tensorboard/          events
-        checkpoints/          unless checkpoint.folder says otherwise
-        cache/                row indices, unless data.cache_path says otherwise
+out/
+    run_config.json       config, digest, versions, data, tokenizer of the newest start
+    metrics.jsonl         losses and rates
+    loss.png              their picture
+    tensorboard/          events
+    checkpoints/          unless checkpoint.folder says otherwise
+    cache/                row indices, unless data.cache_path says otherwise
 """
 
 from __future__ import annotations

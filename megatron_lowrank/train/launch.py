@@ -26,12 +26,6 @@ from megatron_lowrank.config import RunConfig
 from megatron_lowrank.platform import cpu
 from megatron_lowrank.train.failure import FAILED, AgreedError, LaunchError, as_agreed, speak_through
 
-_KNOWN_WARNINGS = (
-    # megatron-core tells at import what it does without its optional packages.
-    r".*(Transformer Engine|Apex).*[Ff]alling back", r"Apex is not installed", r"full scope is deprecated",
-    # Its optimizer looks at `.grad` of views; torch renamed two collectives that it calls.
-    r"The \.grad attribute of a Tensor that is not a leaf", r"`torch\.distributed\.\w+_tensor` is deprecated",
-)  # fmt: skip
 _MEETING_SECONDS = 600  # to wait for ranks before the config, which holds the user's limit, is known to be good
 
 
@@ -146,8 +140,8 @@ def choose_device(run: RunConfig, world: World) -> str:
 def prepare_device(run: RunConfig, world: World, device: str) -> None:
     """Settings that have to precede CUDA, the process groups and the import of megatron-core."""
     compat.silence_known_notices()
-    for message in _KNOWN_WARNINGS if world.rank == 0 else ("",):  # on the other ranks, a warning is a repetition
-        warnings.filterwarnings("ignore", message=message)
+    if world.rank:
+        warnings.simplefilter("ignore")  # a repetition of rank 0's
     if device == "cpu":
         cpu.install()
         torch.set_num_threads(1)  # a rank per core; more threads would only fight

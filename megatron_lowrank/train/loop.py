@@ -26,7 +26,7 @@ from megatron_lowrank.model import build_model
 from megatron_lowrank.train.batch import batch_rows, rows_after
 from megatron_lowrank.train.console import Console
 from megatron_lowrank.train.evaluate import EvalResult, evaluate
-from megatron_lowrank.train.exit import ExitRequests
+from megatron_lowrank.train.exit import ExitRequests, signals_held
 from megatron_lowrank.train.failure import FAILED, AgreedError, agreed
 from megatron_lowrank.train.folder import checkpoint_folder, open_folder
 from megatron_lowrank.train.guard import Guard
@@ -111,9 +111,7 @@ def build(run: RunConfig) -> Job:
         assert datasets.train is not None
     for note in {str(note.message): None for note in notes if issubclass(note.category, UserWarning)}:
         say(f"warning: {note}")
-    facts = {
-        "world_size": dist.get_world_size(), "data": datasets.train.description, "tokenizer": tokenizer.identity()
-    }
+    facts = {"world_size": dist.get_world_size(), "data": datasets.train.description, "tokenizer": tokenizer.identity()}
     changes = _or_fail(lambda: on_rank_0(lambda: open_folder(run, facts), what="the run's folder"))
     for change in changes:
         say(f"changed since the last start in {run.out}: {change}")
@@ -235,7 +233,7 @@ def _save(job: Job, say: Callable[[str], None]) -> None:
         return
     state = {"step": job.step, "loader": job.loader.state_dict(), "guard": job.guard.state_dict()}
     folder = checkpoint_folder(job.run)
-    with gathered_parameters(job.chunks):
+    with gathered_parameters(job.chunks), signals_held():
         job.checkpoint = _or_fail(
             lambda: save_checkpoint(folder, job.step, job.run, job.chunks, job.optimizer, job.scheduler, state), FAILED
         )
