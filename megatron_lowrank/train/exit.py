@@ -21,11 +21,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
-    """Holds the exit signals back; they arrive at the end of the body.
+def signals_survived() -> Iterator[None]:
+    """Lets the processes that the body starts survive the exit signals.
 
-    A checkpoint's writer starts processes of its own, which would die of a signal that Slurm sends to a whole step:
-    they inherit this mask, and the save goes through.
+    Slurm may signal every process of a step. A checkpoint's writer starts some, and they would die of it: they inherit
+    this mask, and the save goes through. This process still notices the signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

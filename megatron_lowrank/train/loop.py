@@ -26,7 +26,7 @@ from megatron_lowrank.model import build_model
 from megatron_lowrank.train.batch import batch_rows, rows_after
 from megatron_lowrank.train.console import Console
 from megatron_lowrank.train.evaluate import EvalResult, evaluate
-from megatron_lowrank.train.exit import ExitRequests, signals_held
+from megatron_lowrank.train.exit import ExitRequests, signals_survived
 from megatron_lowrank.train.failure import FAILED, AgreedError, agreed
 from megatron_lowrank.train.folder import checkpoint_folder, open_folder
 from megatron_lowrank.train.guard import Guard
@@ -233,7 +233,7 @@ def _save(job: Job, say: Callable[[str], None]) -> None:
         return
     state = {"step": job.step, "loader": job.loader.state_dict(), "guard": job.guard.state_dict()}
     folder = checkpoint_folder(job.run)
-    with gathered_parameters(job.chunks), signals_held():
+    with gathered_parameters(job.chunks), signals_survived():
         job.checkpoint = _or_fail(
             lambda: save_checkpoint(folder, job.step, job.run, job.chunks, job.optimizer, job.scheduler, state), FAILED
         )
