@@ -1,30 +1,35 @@
 #!/usr/bin/env bash
 # Pre-trains a small CoLA model on real text on two CPU ranks (TP 2 with sequence parallelism), from install to sample.
 #
-#   bash examples/quickstart.sh [--dense] [--text PATH] [--out DIR]
+#   bash examples/quickstart.sh [--dense] [--text PATH] [--out DIR] [--steps N]
 #
 #   --dense      train the dense control of the same shape in place of CoLA
 #   --text PATH  a file or folder of .txt / .jsonl / .jsonl.gz / .jsonl.zst (default: the text of pydoc_data.topics)
 #   --out DIR    results (default: runs/quickstart)
+#   --steps N    optimizer steps, at least 2 (default: 200)
 #
 # Safe to run twice: a finished run is trained anew only when its folder is gone.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-method=cola text=() out=runs/quickstart
-usage() { sed -n '2,9s/^# \{0,1\}//p' "$0"; }
+method=cola text=() out=runs/quickstart steps=200
+usage() { sed -n '2,10s/^# \{0,1\}//p' "$0"; }
 while [ $# -gt 0 ]; do
     case $1 in
         --dense) method=dense ;;
-        --text|--out)
+        --text|--out|--steps)
             [ $# -ge 2 ] || { echo "quickstart: error: $1 needs a value" >&2; exit 2; }
-            if [ "$1" = --out ]; then out=$2; else text=(--input "$2"); fi
+            case $1 in --out) out=$2 ;; --steps) steps=$2 ;; *) text=(--input "$2") ;; esac
             shift ;;
         -h|--help) usage; exit 0 ;;
-        *) echo "quickstart: error: unknown argument $1; allowed: --dense, --text PATH, --out DIR" >&2; exit 2 ;;
+        *) echo "quickstart: error: unknown argument $1; allowed: --dense, --text PATH, --out DIR, --steps N" >&2; exit 2 ;;
     esac
     shift
 done
+if ! [[ $steps =~ ^[0-9]{1,9}$ ]] || [ "$steps" -lt 2 ]; then
+    echo "quickstart: error: --steps: found '$steps', allowed: a number of at least 2" >&2
+    exit 2
+fi
 if [ ${#text[@]} -gt 0 ] && ! [ -e "${text[1]}" ]; then
     echo "quickstart: error: --text ${text[1]} does not exist" >&2
     exit 2
@@ -41,11 +46,12 @@ say "1/5 tokenising"
 "$PY" tools/prepare_data.py "${text[@]}" --out "$out/data/text" --train-bpe 2048
 
 run=$out/$method
-flags=(--preset "${method}_quickstart" --out "$run" --data.path "$out/data/text" --parallel.tensor_parallel_size 2)
+flags=(--preset "${method}_quickstart" --out "$run" --data.path "$out/data/text" --parallel.tensor_parallel_size 2
+       --train.steps "$steps")
 train() { "$PY" -m torch.distributed.run --standalone --nproc-per-node 2 examples/pretrain.py "${flags[@]}" "$@"; }
 
 say "2/5 pre-training $method on 2 ranks (tensor parallel 2, sequence parallel, distributed optimizer)"
-train --train.exit_interval 180
+train --train.exit_interval $((steps * 9 / 10))
 
 say "3/5 resuming from the checkpoint for the last steps"
 train

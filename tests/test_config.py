@@ -162,6 +162,20 @@ def test_bad_files_name_the_field(content: str, message: str, tmp_path: Path) ->
         parse_run(["--config", str(path)])
 
 
+@pytest.mark.parametrize(
+    ("words", "blend"),
+    [
+        (["my texts/a"], [(1.0, "my texts/a")]),
+        (["0.3", "a", "0.7", "my b"], [(0.3, "a"), (0.7, "my b")]),
+        (["3 a 7e-1 b"], [(3.0, "a"), (0.7, "b")]),
+        (['["1", "x", "2", "y"]'], [(1.0, "x"), (2.0, "y")]),
+    ],
+)
+def test_data_paths_and_blends(words: list[str], blend: list[tuple[float, str]]) -> None:
+    run = parse_run(["--data.path", *words, "--train.steps", "5"])
+    assert run.data.blend() == blend and run.train.steps == 5
+
+
 def test_file_then_flags() -> None:
     with pytest.raises(UsageError, match="cannot read"):
         parse_run(["--config", "/nonexistent.yaml"])

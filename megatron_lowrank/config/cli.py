@@ -100,7 +100,9 @@ def _collect_lists(argv: Sequence[str]) -> list[str]:
             continue
         words: list[str] = []
         while rest and not rest[0].startswith("--"):
-            words += rest.pop(0).split()
+            word = rest.pop(0)
+            # A blend may come as one quoted word; any other blank belongs to a path.
+            words += word.split() if re.match(r"[\d.]+(e-?\d+)?\s", word) else [word]
         if words:
             out.append(json.dumps(words))
     return out

@@ -142,6 +142,9 @@ def prepare_device(run: RunConfig, world: World, device: str) -> None:
     compat.silence_known_notices()
     if world.rank:
         warnings.simplefilter("ignore")  # a repetition of rank 0's
+    if run.parallel.tensor_parallel_size > 1:
+        # Orders compute behind communication on a GPU; of no effect on a CPU, where megatron-core asks for it all the same.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if device == "cpu":
         cpu.install()
         torch.set_num_threads(1)  # a rank per core; more threads would only fight
@@ -149,8 +152,6 @@ def prepare_device(run: RunConfig, world: World, device: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # does not depend on how the host's name resolves
     else:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        if run.parallel.tensor_parallel_size > 1:
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # orders compute behind communication
         torch.cuda.set_device(world.local_rank)
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
