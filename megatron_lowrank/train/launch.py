@@ -143,7 +143,7 @@ def prepare_device(run: RunConfig, world: World, device: str) -> None:
     if world.rank:
         warnings.simplefilter("ignore")  # a repetition of rank 0's
     if run.parallel.tensor_parallel_size > 1:
-        # Orders compute behind communication on a GPU; of no effect on a CPU, where megatron-core asks for it all the same.
+        # Orders compute behind communication on a GPU. On a CPU it does nothing, but megatron-core warns without it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if device == "cpu":
         cpu.install()
