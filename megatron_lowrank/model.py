@@ -51,7 +51,7 @@ def _build_chunk(run: RunConfig, config: Any, vp_stage: int | None) -> GPTModel:
         rotary_base=run.model.rotary_base,
         vp_stage=vp_stage,
     )
-    built = [layer.layer_number - 1 for layer in model.decoder.layers]
+    built = [layer.layer_index for layer in model.decoder.layers]
     assert built == list(layers), f"stage {pp_rank} of {stages} built layers {built}, its specs are of {list(layers)}"
     return model
 
@@ -63,15 +63,7 @@ def model_parts(chunk: nn.Module) -> Iterator[Part]:
         weight = model.embedding.word_embeddings.weight
         yield Part(key=EMBEDDING, parameter=weight, axis=0, vocabulary=True)
     for layer in model.decoder.layers:
-        prefix = f"decoder.layers.{layer.layer_number - 1}."
-        groups = {
-            "input_layernorm": (layer.self_attention.linear_qkv, layer.self_attention.linear_proj),
-            "pre_mlp_layernorm": (layer.mlp.linear_fc1, layer.mlp.linear_fc2),
-        }
-        for norm, slots in groups.items():
-            yield Part(key=f"{prefix}{norm}.weight", parameter=getattr(layer, norm).weight, axis=None)
-            for slot in slots:
-                yield from (part.prefixed(prefix) for part in slot.canonical_parts())
+        yield from layer.canonical_parts()
     if model.post_process:
         yield Part(key=FINAL_NORM, parameter=model.decoder.final_layernorm.weight, axis=None)
         tied = model.share_embeddings_and_output_weights
@@ -113,14 +105,17 @@ def describe_slots(chunk: nn.Module) -> str:
             "linear_fc1": mlp.linear_fc1, "linear_fc2": mlp.linear_fc2,
         }  # fmt: skip
         text = "\n".join(f"  {slot:<15}{_describe(module)}" for slot, module in slots.items())
-        rows.setdefault(text, []).append(layer.layer_number - 1)
+        rows.setdefault(text, []).append(layer.layer_index)
     return "\n".join(f"layers {_spans(layers)}:\n{text}" for text, layers in rows.items())
 
 
 def _describe(module: Any) -> str:
     name = type(module).__name__
     dense, pairs = getattr(module, "dense", None), getattr(module, "pairs", {})
-    details = [f"{pair.role}: rank {pair.rank} {pair.sigma_name} {type(pair.down).__name__}" for pair in pairs.values()]
+    details = [
+        f"{pair.role}: rank {pair.rank} {module.plan.lowrank.sigma} {type(pair.down_proj).__name__}"
+        for pair in pairs.values()
+    ]
     if dense is not None:
         details.insert(0, f"{','.join(dense.roles)}: dense {type(dense.linear).__name__}")
     return f"{name} ({'; '.join(details)})" if details else name

@@ -10,19 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron_lowrank.config.lowrank import ROLES, LowRankConfig
+from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
-
-Kind = Literal["a", "b", "dense", "bias", "norm", "embedding", "output"]
-
-ROLE_MODULE: dict[str, tuple[str, str]] = {
-    "q": ("self_attention.linear_qkv", ".q"), "k": ("self_attention.linear_qkv", ".k"),
-    "v": ("self_attention.linear_qkv", ".v"), "o": ("self_attention.linear_proj", ""),
-    "gate": ("mlp.linear_fc1", ".gate"), "up": ("mlp.linear_fc1", ".up"), "down": ("mlp.linear_fc2", ""),
-}  # fmt: skip
-"""role -> (module path below a layer, branch suffix)."""
+from megatron_lowrank.placement import PartKind
+from megatron_lowrank.roles import BLOCK_NORM, ROLE_TABLE, Role, roles_of_slot
 
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
@@ -37,11 +30,11 @@ class CanonicalParameter:
     """Canonical name, global layer index included."""
     shape: tuple[int, ...]
     """Full shape; vocabulary-sized ones without padding rows."""
-    kind: Kind
+    kind: PartKind
     """a, b: factors; dense: one matrix; bias; norm; embedding; output."""
     layer: int | None = None
     """Global layer index, or None outside the layers."""
-    role: str | None = None
+    role: Role | None = None
     """One of the seven projections, or None."""
     std: float | None = None
     """Standard deviation of the normal initialisation; None: constant (norm 1)."""
@@ -49,11 +42,11 @@ class CanonicalParameter:
     """Half-width of a uniform initialisation (biases)."""
 
 
-def role_key(role: str, part: Literal["a", "b", "dense", "bias", "dense_bias"]) -> str:
+def role_key(role: Role, part: Literal["a", "b", "dense", "bias", "dense_bias"]) -> str:
     """Name of a role's parameter below its layer, e.g. `mlp.linear_fc1_down_proj.gate.weight`."""
-    module, branch = ROLE_MODULE[role]
+    row = ROLE_TABLE[role]
     middle = {"a": "_down_proj", "b": "_up_proj", "bias": "_up_proj", "dense": "", "dense_bias": ""}[part]
-    return f"{module}{middle}{branch}.{'bias' if part.endswith('bias') else 'weight'}"
+    return f"{row.slot}{middle}{row.branch}.{'bias' if part.endswith('bias') else 'weight'}"
 
 
 def pair_std(in_features: int, out_features: int, rank: int) -> float:
@@ -68,35 +61,34 @@ EMBEDDING_STD = 0.02
 def layer_parameters(model: ModelConfig, lowrank: LowRankConfig, layer: int) -> Iterator[CanonicalParameter]:
     """The parameters of one decoder layer, in the order of the forward pass."""
     prefix = f"decoder.layers.{layer}."
-    for role in ROLES:
-        if role in ("q", "gate"):
-            norm = "input_layernorm" if role == "q" else "pre_mlp_layernorm"
-            yield CanonicalParameter(
-                name=f"{prefix}{norm}.weight", shape=(model.hidden_size,), kind="norm", layer=layer
-            )
-        width_in, width_out = model.role_widths(role)
-        place = {"layer": layer, "role": role}
-        dense = lowrank.is_dense(layer, role)
-        if dense:
-            # A dense matrix starts with the std that the product of a pair would have.
-            yield CanonicalParameter(
-                name=prefix + role_key(role, "dense"), shape=(width_out, width_in), kind="dense",
-                std=(width_in + width_out) ** -0.5, **place,  # type: ignore[arg-type]
-            )  # fmt: skip
-        else:
-            rank = lowrank.rank_of(layer, role, model.hidden_size)
-            std = pair_std(width_in, width_out, rank)
-            yield CanonicalParameter(
-                name=prefix + role_key(role, "a"), shape=(rank, width_in), kind="a", std=std, **place,  # type: ignore[arg-type]
-            )  # fmt: skip
-            yield CanonicalParameter(
-                name=prefix + role_key(role, "b"), shape=(width_out, rank), kind="b", std=std, **place,  # type: ignore[arg-type]
-            )  # fmt: skip
-        if model.role_has_bias(role):
-            yield CanonicalParameter(
-                name=prefix + role_key(role, "dense_bias" if dense else "bias"), shape=(width_out,), kind="bias",
-                uniform=width_out ** -0.5, **place,  # type: ignore[arg-type]
-            )  # fmt: skip
+    for role, row in ROLE_TABLE.items():
+        if row.kind == "column" and role == roles_of_slot(row.slot)[0]:
+            name = f"{prefix}{BLOCK_NORM[row.block]}.weight"
+            yield CanonicalParameter(name=name, shape=(model.hidden_size,), kind="norm", layer=layer)
+        yield from _role_parameters(model, lowrank, layer, role)
+
+
+def _role_parameters(
+    model: ModelConfig, lowrank: LowRankConfig, layer: int, role: Role
+) -> Iterator[CanonicalParameter]:
+    width_in, width_out = model.role_widths(role)
+    dense = lowrank.is_dense(layer, role)
+
+    def parameter(part: Literal["a", "b", "dense", "bias", "dense_bias"], shape: tuple[int, ...], **draw: float) -> Any:
+        kind: PartKind = "bias" if part == "dense_bias" else part
+        name = f"decoder.layers.{layer}.{role_key(role, part)}"
+        return CanonicalParameter(name=name, shape=shape, kind=kind, layer=layer, role=role, **draw)
+
+    if dense:
+        # A dense matrix starts with the std that the product of a pair would have.
+        yield parameter("dense", (width_out, width_in), std=(width_in + width_out) ** -0.5)
+    else:
+        rank = lowrank.rank_of(layer, role, model.hidden_size)
+        std = pair_std(width_in, width_out, rank)
+        yield parameter("a", (rank, width_in), std=std)
+        yield parameter("b", (width_out, rank), std=std)
+    if model.role_has_bias(role):
+        yield parameter("dense_bias" if dense else "bias", (width_out,), uniform=width_out**-0.5)
 
 
 def canonical_parameters(model: ModelConfig, lowrank: LowRankConfig) -> Iterator[CanonicalParameter]:
@@ -108,14 +100,3 @@ def canonical_parameters(model: ModelConfig, lowrank: LowRankConfig) -> Iterator
     yield CanonicalParameter(name=FINAL_NORM, shape=(model.hidden_size,), kind="norm")
     if not model.tie_embeddings:
         yield CanonicalParameter(name=OUTPUT, shape=vocabulary, kind="output", std=EMBEDDING_STD)
-
-
-def parameter_count(model: ModelConfig, lowrank: LowRankConfig) -> int:
-    """Number of parameters; padding rows of the vocabulary do not count."""
-    total = 0
-    for parameter in canonical_parameters(model, lowrank):
-        size = 1
-        for side in parameter.shape:
-            size *= side
-        total += size
-    return total

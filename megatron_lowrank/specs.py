@@ -18,12 +18,13 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch.nn import functional
 
 from megatron_lowrank import compat
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.layers.attention import CausalAttention, LowRankSelfAttention
+from megatron_lowrank.layers.layer import LowRankTransformerLayer
 from megatron_lowrank.layers.linear import (
     Backend,
     DownGroup,
@@ -32,6 +33,7 @@ from megatron_lowrank.layers.linear import (
     LocalFactor,
     OutGroup,
     QKVGroup,
+    keep_weight,
 )
 from megatron_lowrank.layers.mlp import LowRankMLP
 from megatron_lowrank.layers.norm import RMSNorm
@@ -40,7 +42,7 @@ from megatron_lowrank.layers.norm import RMSNorm
 def local_backend() -> Backend:
     """Torch's matrix products and attention, our RMSNorm, megatron-core's own dense linears."""
     return Backend(
-        name="local", factor=LocalFactor, column_linear=ColumnParallelLinear, row_linear=RowParallelLinear,
+        factor=LocalFactor, column_linear=ColumnParallelLinear, row_linear=RowParallelLinear,
         norm=RMSNorm, core_attention=CausalAttention,
     )  # fmt: skip
 
@@ -59,7 +61,7 @@ def transformer_engine_backend() -> Backend:
 
         def __init__(self, in_features: int, out_features: int, *, config: TransformerConfig, name: str) -> None:
             super().__init__(
-                in_features, out_features, parallel_mode=None, config=config, init_method=lambda weight: weight,
+                in_features, out_features, parallel_mode=None, config=config, init_method=keep_weight,
                 bias=False, skip_bias_add=False, skip_weight_param_allocation=False, tp_comm_buffer_name=None,
                 is_expert=False,
             )  # fmt: skip
@@ -73,7 +75,7 @@ def transformer_engine_backend() -> Backend:
             return out  # type: ignore[no-any-return]
 
     return Backend(
-        name="transformer_engine", factor=TEFactor, column_linear=te.TEColumnParallelLinear,
+        factor=TEFactor, column_linear=te.TEColumnParallelLinear,
         row_linear=te.TERowParallelLinear, norm=te.TENorm, core_attention=te.TEDotProductAttention,
     )  # fmt: skip
 
@@ -86,29 +88,33 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
     m, p = run.model, run.parallel
     bf16 = run.train.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
-    optional = compat.accepted_kwargs(
-        TransformerConfig,
-        # Interleaving with two stages sends two messages to one peer in a batch, which gloo mispairs.
-        batch_p2p_comm=not (p.virtual_pipeline_size and dist.is_initialized() and dist.get_backend() == "gloo"),
-    )
+    # With two stages the interleaved schedule sends two messages to one peer in a batch, which gloo mispairs.
+    batch_p2p = not (p.virtual_pipeline_size and dist.is_initialized() and dist.get_backend() == "gloo")
     return TransformerConfig(
+        # shape
         num_layers=m.num_layers, hidden_size=m.hidden_size, ffn_hidden_size=m.ffn_hidden_size,
         num_attention_heads=m.num_attention_heads, num_query_groups=m.query_groups, kv_channels=m.head_dim,
         normalization="RMSNorm", layernorm_epsilon=m.norm_epsilon, gated_linear_unit=True,
         activation_func=functional.silu, add_bias_linear=False, add_qkv_bias=False,
         hidden_dropout=0.0, attention_dropout=0.0, rotary_interleaved=False,
+        # cut
         tensor_model_parallel_size=p.tensor_parallel_size, pipeline_model_parallel_size=p.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=p.virtual_pipeline_size,
         num_layers_in_first_pipeline_stage=p.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=p.num_layers_in_last_pipeline_stage, sequence_parallel=p.sequence_parallel,
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=bf16, autocast_dtype=dtype,
+        num_layers_in_last_pipeline_stage=p.num_layers_in_last_pipeline_stage,
+        sequence_parallel=p.sequence_parallel, batch_p2p_comm=batch_p2p,
+        # numbers
+        params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=bf16,
         # Only the exact token mean over micro-batches and ranks is ever used.
         calculate_per_token_loss=True,
-        use_cpu_initialization=False, perform_initialization=True,
-        init_method=_keep, output_layer_init_method=_keep,
+        # Slower embedding kernels and a demand on Transformer Engine; a CPU is deterministic without.
+        deterministic_mode=run.train.deterministic and torch.cuda.is_available(),
+        # Weights are drawn by `layers.init`.
+        init_method=keep_weight, output_layer_init_method=keep_weight, use_cpu_initialization=False,
+        perform_initialization=True,
+        # Kernels that need apex or Transformer Engine.
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, deterministic_mode=False,
-        **optional,
+        gradient_accumulation_fusion=False, persist_layer_norm=False,
     )  # fmt: skip
 
 
@@ -136,7 +142,7 @@ def layer_spec(run: RunConfig, layer: int, backend: Backend, tp_group: dist.Proc
         ),
     )
     return ModuleSpec(
-        module=TransformerLayer,
+        module=LowRankTransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=backend.norm,
             self_attention=attention,
@@ -156,7 +162,3 @@ def block_spec(
     stage = run.parallel.stage_layers(run.model.num_layers, pp_rank, vp_stage)
     layers = [layer_spec(run, layer, backend, tp_group) for layer in stage]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=backend.norm))
-
-
-def _keep(weight: torch.Tensor) -> torch.Tensor:
-    return weight

@@ -24,8 +24,8 @@ from megatron_lowrank.checkpoint import (
     save_checkpoint,
     verify_checksums,
 )
-from megatron_lowrank.checkpoint.agree import on_every_rank, on_rank_0
-from megatron_lowrank.checkpoint.files import digest_of
+from megatron_lowrank.checkpoint.agree import AgreedError, on_every_rank, on_rank_0
+from megatron_lowrank.disk import sha256
 from megatron_lowrank.testing.ranks import run_ranks
 
 STEP = "iter_0000001"
@@ -51,7 +51,7 @@ def edit_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
-    (path / "COMPLETE").write_text(digest_of(path / "manifest.json"))
+    (path / "COMPLETE").write_text(sha256(path / "manifest.json"))
 
 
 def truncate(path: Path) -> None:
@@ -82,6 +82,12 @@ def later_format(manifest: dict[str, Any]) -> None:
     manifest["format_version"] = 99
 
 
+def no_json(path: Path) -> None:
+    """A manifest that is cut short, with a digest that fits."""
+    (path / "manifest.json").write_text("{")
+    (path / "COMPLETE").write_text(sha256(path / "manifest.json"))
+
+
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (truncate, r"__1_0.distcp has \d+ bytes, the manifest says \d+ bytes"),
     "missing": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
@@ -89,8 +95,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "incomplete": (lambda path: (path / "COMPLETE").unlink(), "has no file COMPLETE: it is incomplete"),
     "newer": (lambda path: edit_manifest(path, newer), "was written by megatron-core 9.1.0, which this .* cannot read"),
     "format": (lambda path: edit_manifest(path, later_format), "format megatron_lowrank_training 99"),
-    "manifest": (lambda path: (path / "manifest.json").write_text("{}"), "found format None None"),
-    "json": (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is no valid JSON"),
+    "manifest": (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json was changed"),
+    "json": (no_json, "manifest.json is no valid JSON"),
     "key": (rename_key, "lacks keys decoder.final_layernorm.weight, optimizer.state.exp_avg.decoder.final"),
 }
 
@@ -102,8 +108,8 @@ def failures(attempts: dict[str, Callable[[], Any]]) -> list[dict[str, str]]:
         try:
             attempt()
             found[name] = "nothing was raised"
-        except (OSError, ValueError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        except AgreedError as error:
+            found[name] = f"{error.code}: {error}"
     return [found]
 
 
@@ -139,7 +145,7 @@ def test_every_way_to_fail_to_load(saved: Path, tmp_path: Path) -> None:
     for name, (_, message) in BROKEN.items():
         assert re.search(message, found[name]), f"{name}: {found[name]}"
     assert "latent_activation: checkpoint silu, run gelu; rank.0.q: checkpoint 16, run 8;" in found["architecture"]
-    assert "FileNotFoundError" in found["nothing"] or "OSError" in found["nothing"]
+    assert found["nothing"].startswith("2: ") and found["nothing"].endswith("no is not a folder")
     assert "holds no complete checkpoint" in found["empty"]
 
 
@@ -176,10 +182,9 @@ def test_every_way_to_fail_to_save(saved: Path, tmp_path: Path) -> None:
         return found
 
     found = assert_same_on_all_ranks(run_ranks(2, ranks, timeout=60))
-    assert "NotADirectoryError" in found["under a file"] or "Not a directory" in found["under a file"]
-    assert found["no file system"].startswith("OSError") or found["no file system"].startswith("FileNotFound")
+    assert all(text.startswith("1: saving the checkpoint of step 2: ") for text in found.values()), found
+    assert "Not a directory" in found["under a file"] and "/proc/checkpoints" in found["no file system"]
     assert "not made of JSON values" in found["object"]
-    assert found["full"].startswith("OSError: saving the checkpoint of step 2: "), found["full"]
     assert (latest(tmp_path / "good") or Path()).name == "iter_0000002"
     assert latest(tmp_path / "full") == tmp_path / "full" / STEP
     assert not (tmp_path / "full" / "iter_0000002.tmp").exists(), "the space of a failed save is given back"
@@ -216,10 +221,12 @@ def test_an_error_on_one_rank_is_an_error_on_all() -> None:
                 {
                     "one": lambda: on_every_rank(step, what="writing"),
                     "first": lambda: on_rank_0(lambda: 1 // 0, what="dividing"),
+                    "chosen": lambda: on_every_rank(lambda: 1 // 0, what="dividing", code=7),
                 }
             ),
         )
 
-    message = {"one": "OSError: writing: no (on rank 2; 1 of 3 ranks failed)",
-               "first": "ValueError: dividing: ZeroDivisionError: integer division or modulo by zero"}  # fmt: skip
+    message = {"one": "2: writing: rank 2 of 3: no",
+               "first": "1: dividing: ZeroDivisionError: integer division or modulo by zero",
+               "chosen": "7: dividing: ZeroDivisionError: integer division or modulo by zero"}  # fmt: skip
     assert run_ranks(3, ranks) == [([0, 1, 2], 5, [message])] * 3

@@ -23,7 +23,7 @@ LAYOUTS: dict[str, list[Layout]] = {
         {"tp": 2},
         {"pp": 2},
         {"model": {"vocab_size": 4000}, "lowrank": UNEVEN},  # DP 2: tiny factors beside a large embedding
-        {"tp": 2, "distributed": False},
+        {"tp": 2, "distributed": False, "optimizer": {"decay_norms_and_biases": False}},  # two groups of parameters
         {"pp": 2, "model": {"tie_embeddings": True}},
         {"pp": 2, "vpp": 2, "model": {"num_layers": 4}},
     ],
@@ -90,5 +90,34 @@ def test_a_run_can_be_saved_before_its_first_step(tmp_path: Path) -> None:
             fourth.scheduler.step(0)
             assert fourth.steps(1) == losses[:1]
             assert dist.get_world_size() == 1
+
+    run_ranks(1, ranks, timeout=120)
+
+
+def test_the_config_wins_over_the_checkpoint(tmp_path: Path) -> None:
+    """Another learning rate, betas, epsilon and weight decay; only the position in the schedule is the checkpoint's."""
+    changes = {"lr": 3e-3, "min_lr_ratio": 0.5, "beta1": 0.5, "beta2": 0.7, "eps": 1e-5, "weight_decay": 0.3}
+
+    def ranks() -> None:
+        for number, (distributed, precision) in enumerate([(True, "fp32"), (False, "fp32"), (True, "bf16")]):
+            shape: dict[str, Any] = {"distributed": distributed, "precision": precision}
+            first = start(small_run(**shape))
+            first.steps(5)
+            folder = tmp_path / str(number)
+            save_checkpoint(folder, 5, first.run, first.chunks, first.optimizer, first.scheduler, {})
+            second = start(small_run(**shape, optimizer=changes))
+            for _ in range(5):
+                second.scheduler.step(4)
+            expected = [{k: v for k, v in g.items() if k != "params"} for g in second.optimizer.param_groups]
+            second.scheduler.num_steps = 0
+            second.scheduler.step(0)
+            load_checkpoint(folder, second.run, second.chunks, second.optimizer, second.scheduler)
+            groups = [{k: v for k, v in g.items() if k != "params"} for g in second.optimizer.param_groups]
+            assert groups == expected
+            for group in groups:
+                assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.7), 1e-5, 0.3)
+                assert group["max_lr"] == 3e-3 and 1.5e-3 < group["lr"] < 3e-3
+            second.step = 5
+            second.steps(1)
 
     run_ranks(1, ranks, timeout=120)

@@ -108,7 +108,7 @@ def test_mixed_groups_gather_once_more() -> None:
     run = RunConfig(model=MODEL, lowrank=lowrank, parallel=ParallelConfig(tensor_parallel_size=2),
                     train=TrainConfig(sequence_length=S))  # fmt: skip
     counted = run_ranks(2, _count, run)[0]
-    assert counted["forward"][:4] == [(AG, D), (AG, D), (RS, KV), (RS, KV)]
+    assert counted["forward"][:4] == [(AG, D), (RS, KV), (RS, KV), (AG, D)]
 
 
 def test_unknown_op_is_refused() -> None:

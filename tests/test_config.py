@@ -23,25 +23,11 @@ from megatron_lowrank.config import (
     preset_names,
 )
 from megatron_lowrank.config.cli import UsageError, dump, parse_run
-from megatron_lowrank.names import canonical_parameters, pair_std, parameter_count
-
-PUBLISHED = {
-    "60m": (42_770_944, 58_073_600), "130m": (93_997_824, 134_105_856), "350m": (185_222_144, 367_969_280),
-    "1b": (609_310_720, 1_339_082_752), "7b": (2_820_935_680, 6_738_415_616),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_published_parameter_counts(size: str) -> None:
-    low_rank, dense = PUBLISHED[size]
-    for method, count in (("cola", low_rank), ("svd", low_rank), ("dense", dense)):
-        run = preset(f"{method}_{size}")
-        assert parameter_count(run.model, run.lowrank) == count
+from megatron_lowrank.names import canonical_parameters, pair_std
 
 
 def test_tensor_parallel_twin_of_1b() -> None:
-    run = preset("cola_1b_tp")
-    assert parameter_count(run.model, run.lowrank) == 609_716_224
+    assert preset("cola_1b_tp").model.ffn_hidden_size == 5472
     with pytest.raises(ValueError, match="does not divide model.ffn_hidden_size 5461"):
         replace(preset("cola_1b"), parallel=ParallelConfig(tensor_parallel_size=2))
 
@@ -95,7 +81,8 @@ def test_activations_of_torch(name: str) -> None:
 
 NO_ACTIVATIONS = (
     "softmax", "nope", "glu", "dropout", "linear", "sort", "relu_", "rand", "sum", "cumsum", "__doc__", "os.system",
-    "normalize", "layer_norm", "isnan", "rand_like", "set_num_threads",
+    "normalize", "layer_norm", "isnan", "rand_like", "set_num_threads", "detach", "sign", "round", "floor", "angle",
+    "t", "squeeze", "flatten", "ravel", "clone", "alpha_dropout", "nan_to_num", "Tensor", "dequantize", "log", "cummax",
 )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ def test_an_existing_destination_is_one_line(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     "arguments",
     [[], ["unknown"], ["import-hf", "a"], ["inspect"], ["import-hf", "a", "b", "--dtype", "int8"],
+     ["reshard", "a", "b"], ["reshard", "a", "b", "--to", "training"],
      ["export-hf", "a", "b", "--max-shard-size", "5 apples"], ["export-hf", "a", "b", "--max-shard-size", "0"]],
 )  # fmt: skip
 def test_usage_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,10 +67,12 @@ def test_the_asked_architecture_must_be_the_found_one(tmp_path: Path, capsys: py
     assert main(["import-hf", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "found a canonical folder, import-hf takes: cola, cola_m " in capsys.readouterr().err
     assert main(["export-hf", str(FIXTURES / "cola_tiny"), str(tmp_path / "b")]) == 2
-    assert "found a cola folder, export-hf takes: canonical " in capsys.readouterr().err
+    assert "found a cola folder, export-hf takes: canonical, training " in capsys.readouterr().err
     (tmp_path / "run" / "iter_0000001").mkdir(parents=True)
-    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "b")]) == 2
-    assert "found a training checkpoint, export-hf takes: canonical " in capsys.readouterr().err
+    assert main(["import-hf", str(tmp_path / "run"), str(tmp_path / "b")]) == 2
+    assert "found a training checkpoint, import-hf takes: cola, cola_m " in capsys.readouterr().err
+    assert main(["reshard", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "canonical"]) == 2
+    assert "found a canonical folder, reshard takes: training " in capsys.readouterr().err
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

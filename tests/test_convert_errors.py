@@ -199,7 +199,7 @@ BAD_CANONICAL: dict[str, tuple[Callable[[Path], Any], str, str, int]] = {
     "cut": (cut(SHARD, lambda size: size - 1), "CORRUPT", SHARD, 2),
     "missing shard": (lambda f: (f / SHARD).unlink(), "MISSING_FILE", SHARD, 2),
     "other version": (rewrite_description(lambda v: v.update(format_version=9)), "UNKNOWN_ARCH", "version 9", 2),
-    "other kind": (rewrite_description(lambda v: v.update(kind="training")), "UNKNOWN_ARCH", "a training", 2),
+    "other kind": (rewrite_description(lambda v: v.update(kind="training")), "UNKNOWN_ARCH", "kind 'training'", 2),
     "other ranks": (rewrite_description(lambda v: v["lowrank"].update(rank=8)), "RANK", "ranks", 2),
     "other width": (rewrite_description(lambda v: v["model"].update(ffn_hidden_size=172)), "SHAPE", "linear_fc1", 2),
     "more layers": (rewrite_description(lambda v: v["model"].update(num_layers=10**6)), "CONFIG", "num_layers", 2),

@@ -55,10 +55,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return first, write(folder / "b_text_document", numbered(60, base=300, seed=1))
 
 
-def build(data: DataConfig, **changes: Any) -> tuple[RowDataset | None, RowDataset | None, RowDataset | None]:
+def build(data: DataConfig, **changes: Any) -> tuple[RowDataset | None, RowDataset | None]:
     values: dict[str, Any] = {"sequence_length": S, "vocab_size": 400, "eod": EOD, "train_rows": 50} | changes
     built = build_datasets(data, **values)
-    return built.train, built.valid, built.test
+    return built.train, built.valid
 
 
 def train(data: DataConfig, **changes: Any) -> RowDataset:
@@ -99,12 +99,11 @@ def test_order_is_that_of_megatron_core(
         ]
 
     ours = build(data, train_rows=150, valid_rows=8)
-    for dataset, rows in zip(ours, run_ranks(1, theirs)[0], strict=False):
+    for dataset, rows in zip(ours, run_ranks(1, theirs)[0], strict=True):
         assert dataset is not None
         for mine, other in zip((dataset[i] for i in range(len(dataset))), rows, strict=True):
             assert all(torch.equal(mine[name], other[name]) for name in mine)
             assert mine["loss_mask"].dtype == torch.float32
-    assert ours[2] is None
 
 
 def test_packed_rows_reassemble_the_documents(files: tuple[str, str]) -> None:
@@ -163,12 +162,13 @@ def test_document_rows_join_sentences(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", ["packed", "document"])
 def test_splits_are_disjoint_by_document(files: tuple[str, str], rows: Any) -> None:
+    """And the third share is in neither."""
     data = DataConfig(path=(files[0],), split="70,20,10", rows=rows)
     parts = [
         {token for i in range(len(part)) for token in full(part[i]) if token != EOD}
-        for part in build(data, train_rows=400, valid_rows=20, test_rows=10) if part is not None
+        for part in build(data, train_rows=400, valid_rows=20) if part is not None
     ]  # fmt: skip
-    assert max(parts[0]) < 105 <= min(parts[1]) and max(parts[1]) < 135 <= min(parts[2])
+    assert max(parts[0]) < 105 <= min(parts[1]) and max(parts[1]) < 135
 
 
 @settings(max_examples=100)
@@ -182,7 +182,7 @@ def test_split_ranges_cover_everything(count: int, shares: list[int]) -> None:
 
 def test_blends_reach_the_weights_and_valid_path_is_its_own(files: tuple[str, str]) -> None:
     data = DataConfig(path=("3", files[0], "1", files[1]), valid_path=(files[1],))
-    dataset, valid, _ = build(data, train_rows=400, valid_rows=5)
+    dataset, valid = build(data, train_rows=400, valid_rows=5)
     assert dataset is not None and valid is not None
     for rows in (40, 400):
         from_second = sum(max(t for t in full(dataset[i]) if t != EOD) >= 300 for i in range(rows))
@@ -193,7 +193,7 @@ def test_blends_reach_the_weights_and_valid_path_is_its_own(files: tuple[str, st
 def test_validation_never_repeats_a_row(files: tuple[str, str]) -> None:
     for path in ((files[0],), ("1", files[0], "1", files[1])):
         with pytest.warns(UserWarning, match="valid: 1000 rows asked for, the files hold"):
-            _, valid, _ = build(DataConfig(path=path, split="50,50,0"), valid_rows=1000)
+            _, valid = build(DataConfig(path=path, split="50,50,0"), valid_rows=1000)
         assert valid is not None
         sources = valid._rows.sources
         assert 0 < len(valid) <= sum(source.rows_per_epoch for source in sources) < 1000
@@ -317,18 +317,13 @@ def test_prefix_mistakes(files: tuple[str, str], tmp_path: Path) -> None:
     [
         ({"split": "100,0,0"}, {"valid_rows": 1}, "data.split '100,0,0', valid: .*holds 0 of 150 documents"),
         ({"split": "9990,10,0"}, {"valid_rows": 1}, "valid: .*with 0 tokens, allowed: at least 17 tokens"),
-        ({"split": "98,2,0", "rows": "document"}, {"test_rows": 1}, "test: .*none of two or more tokens"),
+        ({"split": "98,0,2", "rows": "document"}, {"valid_rows": 1}, "valid: .*none of two or more tokens"),
         ({}, {"sequence_length": 100000}, "train: .*allowed: at least 100001 tokens"),
     ],
 )
 def test_a_part_without_rows(files: tuple[str, str], data: dict[str, Any], rows: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(DataConfig(path=(files[0],), **data), **rows)
-
-
-def test_valid_path_leaves_no_test_part(files: tuple[str, str]) -> None:
-    with pytest.raises(ValueError, match="which leaves no test part for 3 rows"):
-        build(DataConfig(path=(files[0],), valid_path=(files[1],)), test_rows=3)
 
 
 def test_tokenizer_of_the_data(files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from megatron_lowrank.data.tokenizers import (
     ByteTokenizer,
     HFTokenizer,
     SentencePieceTokenizer,
+    _head,
     check_vocabulary,
     load_tokenizer,
     train_bpe,
@@ -78,6 +79,11 @@ def test_bpe_learns_from_the_head_of_the_text_only(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="fewer than 400"):
         trained = train_bpe(texts, 400, str(tmp_path / "t.json"), sample_bytes=50)
     assert len(trained.encode("abab")) < len(trained.encode("xyxy")) == 4
+
+
+def test_the_head_of_the_text_is_measured_in_bytes() -> None:
+    assert list(_head(["ä" * 30, "b", "c"], 60)) == ["ä" * 30]
+    assert list(_head(["ä" * 30, "b", "c"], 61)) == ["ä" * 30, "b"]
 
 
 def test_sentencepiece(sentencepiece_model: str) -> None:

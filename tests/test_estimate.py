@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -149,3 +152,44 @@ def test_state_bytes() -> None:
     whole = ParallelConfig(use_distributed_optimizer=False)
     single = state_bytes(run.model, run.lowrank, whole, precision="fp32", data_parallel_size=8)
     assert single.total == 16 * 42_770_944
+
+
+@pytest.fixture(scope="module")
+def plan() -> Any:
+    path = Path(__file__).parents[1] / "tools" / "plan.py"
+    spec = importlib.util.spec_from_file_location("plan", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_plan_tool_counts(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["count", "--preset", "cola_1b_tp", "--tp", "2", "--dp", "4", "--tokens", "256", "--json"]) == 0
+    counted = json.loads(capsys.readouterr().out)
+    run = preset("cola_1b_tp")
+    halved = replace(run.parallel, tensor_parallel_size=2)
+    assert counted["parameters"] == 609_716_224 == sum(counted["parameters_by_kind"].values())
+    assert (
+        counted["flops_per_token"] * 256
+        == model_flops(run.model, run.lowrank, sequence_length=256, attention="causal").total
+    )
+    assert counted["dense_equivalent_flops_per_token"] > counted["flops_per_token"]
+    held = state_bytes(run.model, run.lowrank, halved, precision="bf16", data_parallel_size=4)
+    (row,) = counted["bytes_per_rank"]
+    assert row["parameters"] == rank_parameters(run.model, run.lowrank, halved, 0)
+    assert (row["weights"], row["optimizer"], row["total"]) == (held.weights, held.optimizer, held.total)
+
+
+def test_the_plan_tool_takes_fields_and_says_what_is_wrong(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = ["--parallel.pipeline_parallel_size", "2"]
+    assert plan.main(["count", "--preset", "cola_60m", "--lowrank.rank", "64", *stages]) == 0
+    text = capsys.readouterr().out
+    assert "parameters: 37,773,824 (factors 4,997,120," in text and "dense model of the same shape: 58,073,600" in text
+    assert "rank of stage 1: " in text and "rows of 256 tokens" in text
+    for arguments, message in ((["--preset", "x"], "preset: found 'x'; allowed"), (["--tp", "3"], "does not divide"),
+                               (["--lowrank.rnk", "3"], "did you mean --lowrank.rank?")):  # fmt: skip
+        with pytest.raises(SystemExit) as caught:
+            plan.main(["count", *arguments])
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and error.startswith("plan: error: ") and message in error

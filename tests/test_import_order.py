@@ -19,33 +19,34 @@ PACKAGE = ROOT / NAME
 
 RANK: dict[str, int] = {
     "compat": 0,
+    "disk": 0,
+    "messages": 0,
     "platform": 0,
     "config": 1,
     "names": 1,
     "placement": 1,
+    "roles": 1,
     "estimate": 1,
     "layers": 2,
-    "balance": 2,
     "specs": 3,
     "data": 3,
     "model": 4,
-    "pipeline": 5,
     "checkpoint": 6,
-    "train": 7,
-    "convert": 8,
-    "adapters": 9,
+    "convert": 7,
+    "train": 8,
 }
 """A module imports only from lower ranks, unless `ONLY` names it."""
 
 ONLY: dict[str, set[str]] = {
     "compat": set(),
+    "disk": set(),
+    "messages": set(),
     "platform": set(),
-    "config": {"compat", "placement"},
-    "names": {"compat", "config"},
-    "placement": {"compat"},
-    "estimate": {"compat", "config", "names", "placement"},
-    "balance": {"compat", "config"},
-    "data": {"compat", "config"},
+    "config": {"compat", "placement", "roles"},
+    "names": {"compat", "config", "placement", "roles"},
+    "placement": {"compat", "roles"},
+    "estimate": {"compat", "config", "names", "placement", "roles"},
+    "data": {"compat", "config", "disk", "messages"},
     "testing": {unit for unit, rank in RANK.items() if rank <= RANK["train"]},
 }
 """Modules whose imports are named one by one."""

@@ -113,6 +113,30 @@ def test_mistake_of_one_rank_ends_all(text: str, tmp_path: Path, change: list[st
     assert said.startswith("pretrain: error: rank 1 of 2: ") and said.count("\n") == 0
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [("ValueError('bad')", 2, "bad"), ("KeyError('x')", 1, "KeyError: 'x'"), ("OSError('gone')", 2, "gone")],
+)
+def test_a_bug_of_one_rank_is_no_mistake_of_the_user(tmp_path: Path, error: str, code: int, line: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, sys\n"
+        "from megatron_lowrank.config import RunConfig\n"
+        "from megatron_lowrank.train.failure import run_program\n"
+        "from megatron_lowrank.train.launch import launched\n"
+        "def read():\n"
+        "    if os.environ['RANK'] == '1':\n"
+        f"        raise {error}\n"
+        "    return RunConfig()\n"
+        "def main(arguments):\n"
+        "    with launched(read):\n"
+        "        pass\n"
+        "run_program('program', main, [])\n"
+    )
+    codes, said = ends(start([[], []], str(script)))
+    assert codes == [code, code] and said == f"program: error: rank 1 of 2: {line}"
+
+
 def test_missing_environment_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "examples/pretrain.py"], cwd=ROOT, env=environment(WORLD_SIZE="4", RANK="7"),

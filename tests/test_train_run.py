@@ -101,7 +101,7 @@ def test_a_run_leaves_its_records(text: str, tmp_path: Path, capfd: pytest.Captu
     result = run_ranks(1, whole, run)[0]
     said = capfd.readouterr().out
     assert " iteration        1/       8 | consumed samples:            4 | elapsed time per iteration (ms): " in said
-    for part in ("unigram entropy of the training text: ", "QKVGroup", "dense model of the same shape"):
+    for part in ("unigram entropy of the whole text: ", "QKVGroup", "dense model of the same shape"):
         assert part in said
     assert sorted(path.name for path in (out / "checkpoints").glob("iter_*")) == [
         "iter_0000003", "iter_0000006", "iter_0000008",
@@ -192,7 +192,7 @@ def test_nan_stops_every_rank_before_the_update(text: str, tmp_path: Path) -> No
     def broken(run: RunConfig) -> tuple[str, int, bool]:
         import torch
 
-        from megatron_lowrank.train.failure import AgreedError
+        from megatron_lowrank.checkpoint.agree import AgreedError
 
         jobs: list[Any] = []
 
@@ -243,7 +243,7 @@ def test_an_error_of_one_rank_is_everyones(tmp_path: Path) -> None:
     def fails(wrong: int | None) -> tuple[str, int]:
         import torch.distributed as dist
 
-        from megatron_lowrank.train.failure import AgreedError, agreed
+        from megatron_lowrank.checkpoint.agree import AgreedError, agreed
 
         try:
             with agreed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from megatron_lowrank.config import RunConfig, preset
 from megatron_lowrank.testing.ranks import run_ranks
-from megatron_lowrank.train.batch import batch_rows, rows_after
+from megatron_lowrank.train.batch import Batches
 
 LENGTH, STEPS = 32, 10
 
@@ -70,7 +71,7 @@ def trained(run: RunConfig, steps: int, evaluate_rows: int = 0) -> dict[str, Any
     loader = Loader(TinyRows(), **place)  # type: ignore[arg-type]
     results, consumed = [], 0
     for _ in range(steps):
-        rows = batch_rows(run.train, consumed)
+        rows = Batches.of(run.train).rows_of(consumed)
         results.append(train_step(run, chunks, optimizer, scheduler, loader.step(rows, len(chunks)), rows))
         consumed += rows
     found: dict[str, Any] = {
@@ -165,7 +166,7 @@ def test_ramp_grows_the_batch_and_the_schedule_counts_rows() -> None:
         train=replace(run.train, batch_ramp=(4, 2, 24), steps=10),
         schedule=replace(run.schedule, decay="linear", warmup_steps=2),
     )
-    assert rows_after(run.train, 10) == sum([4, 4, 4, 6, 6, 8, 8, 8, 8, 8])
+    assert Batches.of(run.train).rows_after(10) == sum([4, 4, 4, 6, 6, 8, 8, 8, 8, 8])
     found = run_ranks(1, trained, run, 10)[0]
     assert found["rows"] == [4, 4, 4, 6, 6, 8, 8, 8, 8, 8]
     peak, low, warm, end = run.optimizer.lr, run.optimizer.lr * run.optimizer.min_lr_ratio, 8, 64
@@ -216,6 +217,24 @@ def test_schedules_hold_their_values() -> None:
         build_scheduler(
             replace(run, schedule=replace(run.schedule, decay_steps=1), train=replace(run.train, steps=10)), nothing
         )
+
+
+def test_batches_keep_what_was_and_plan_what_comes() -> None:
+    train = replace(small_run().train, global_batch_size=8, batch_ramp=(4, 2, 24))
+    batches = Batches.of(train)
+    assert [batches.rows_after(steps) for steps in range(8)] == [0, 4, 8, 12, 18, 24, 32, 40]
+    assert batches.resumed(train, 3, 12) == batches
+    smaller = batches.resumed(replace(train, global_batch_size=2, batch_ramp=None), 3, 12)
+    assert [smaller.rows_after(steps) for steps in range(8)] == [0, 4, 8, 12, 14, 16, 18, 20]
+    assert smaller.rows_of(12) == 2 and batches.rows_of(12) == 6
+    again = Batches.from_state(json.loads(json.dumps(smaller.state())))
+    assert again == smaller
+    # Taken back to a step before the change, and changed anew: the former change is gone.
+    back = again.resumed(replace(train, global_batch_size=4, batch_ramp=None), 2, 8)
+    assert [back.rows_after(steps) for steps in range(5)] == [0, 4, 8, 12, 16]
+    # A ramp goes on by rows, also when it is the batch of a later phase.
+    grown = smaller.resumed(replace(train, global_batch_size=10, batch_ramp=(4, 2, 24)), 5, 16)
+    assert [grown.rows_after(steps) for steps in (3, 5, 6, 7, 8)] == [12, 16, 24, 34, 44]
 
 
 def test_norms_decay_only_if_asked() -> None:

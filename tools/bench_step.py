@@ -71,12 +71,15 @@ def main() -> None:
         counted = matmul_flops(lambda name=name: step(name))  # type: ignore[misc]
         rows.append({
             "candidate": name, "median_ms": timing.median * 1e3, "min_ms": timing.minimum * 1e3,
+                "max_ms": max(timing.times) * 1e3,
             "matmul_gflop": counted / 1e9, "closed_form_gflop": expected / 1e9,
             "matmul_over_closed_form": counted / expected,
             "saved_megabytes": saved_elements(lambda name=name: forward(name), _parameters(stacks[name])) * 4 / 1e6,  # type: ignore[misc]
             "weights_megabytes": sum(p.numel() for p in _parameters(stacks[name])) * 4 / 1e6,
         })  # fmt: skip
     result = {
+        "settings": f"{args.preset} at width {args.width}, rank {run.rank_of(0, 'q')}, {args.layers} layers, batch "
+        f"{args.batch}, sequence {args.sequence}, fp32, {args.threads} threads, {args.rounds} rounds",
         "date": date.today().isoformat(), "command": f"python tools/bench_step.py {' '.join(sys.argv[1:])}".strip(),
         "python": platform.python_version(), "torch": torch.__version__, "megatron_lowrank": __version__,
         "megatron_core": compat.megatron_core_version(), "threads": args.threads, "rounds": args.rounds,
@@ -99,11 +102,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--preset", default="cola_350m", help="its method, activations and recipe; a low-rank one")
     parser.add_argument("--width", type=int, default=1024, help="hidden size; ffn and heads scale with it")
     parser.add_argument("--ratio", type=float, default=0.25, help="rank / width")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers in the stack")
+    parser.add_argument("--batch", type=int, default=4, help="rows")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens per row")
+    parser.add_argument("--rounds", type=int, default=15, help="times each candidate runs, in turn with the others")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch")
     parser.add_argument("--json", metavar="FILE", help="write the result there")
     args = parser.parse_args()
     for name in ("width", "layers", "batch", "sequence", "rounds", "threads"):
@@ -151,18 +154,27 @@ def _parameters(stack: Any) -> list[torch.Tensor]:
 
 
 def _print(result: dict[str, Any]) -> None:
+    print(result["settings"])
     print(
-        f"{'candidate':<14}{'median ms':>11}{'min ms':>9}{'GFLOP':>9}{'/closed':>9}{'saved MB':>10}{'weights MB':>12}"
+        f"{'candidate':<14}{'median ms':>11}{'min ms':>9}{'max ms':>9}{'GFLOP':>10}{'/formula':>10}{'saved MB':>10}"
+        f"{'weights MB':>12}"
     )
     for row in result["rows"]:
         print(
-            f"{row['candidate']:<14}{row['median_ms']:>11.1f}{row['min_ms']:>9.1f}{row['matmul_gflop']:>9.1f}"
-            f"{row['matmul_over_closed_form']:>9.4f}{row['saved_megabytes']:>10.1f}{row['weights_megabytes']:>12.1f}"
+            f"{row['candidate']:<14}{row['median_ms']:>11.1f}{row['min_ms']:>9.1f}{row['max_ms']:>9.1f}"
+            f"{row['matmul_gflop']:>10.3f}{row['matmul_over_closed_form']:>10.4f}{row['saved_megabytes']:>10.1f}"
+            f"{row['weights_megabytes']:>12.1f}"
         )
-    print(f"dense / low-rank step time: {result['dense_over_low_rank']:.2f} (median of paired ratios), "
-          f"{result['minima']['dense_over_low_rank']:.2f} (minima)")  # fmt: skip
-    print(f"low-rank / plain torch: {result['low_rank_over_plain_torch']:.3f} (median of paired ratios), "
-          f"{result['minima']['low_rank_over_plain_torch']:.3f} (minima)")  # fmt: skip
+    print("GFLOP: matrix products of a step (forward and backward) as counted; /formula: over the closed form")
+    for name, label in (
+        ("dense_over_low_rank", "dense / low-rank"),
+        ("low_rank_over_plain_torch", "low-rank / plain torch"),
+    ):
+        print(f"{label} step time: {result[name]:.3f} (median of paired ratios), {result['minima'][name]:.3f} (minima)")
+    if result["rows"][0]["median_ms"] > 1.5 * result["rows"][0]["min_ms"]:
+        print(
+            "unstable: the median is far above the minimum, something else uses this machine; trust the minima at most"
+        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     given = _parse(arguments)
     with launched(RunConfig, World()):  # one rank, whatever the environment says
         # Only now: on a CPU, the platform layer has to be there before megatron-core is imported.
-        from megatron_lowrank.train.failure import agreed
+        from megatron_lowrank.checkpoint.agree import agreed
         from megatron_lowrank.train.generate import load_for_sampling, recorded_tokenizer, sample
 
         with agreed():

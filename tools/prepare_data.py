@@ -19,9 +19,9 @@ def parse(arguments: list[str] | None = None) -> PrepareOptions:
     parser = argparse.ArgumentParser(
         prog="prepare_data", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--input", nargs="+", default=[], help=f"files or folders of {' '.join(SUFFIXES)}")
-    source.add_argument("--default-text", action="store_true", help="the text of pydoc_data.topics, as without --input")
+    parser.add_argument(
+        "--input", nargs="+", default=[], help=f"files or folders of {' '.join(SUFFIXES)}; none: pydoc_data.topics"
+    )
     parser.add_argument("--out", required=True, help="prefix of the .bin, .idx and .json files")
     parser.add_argument("--tokenizer", choices=("byte", "hf", "sentencepiece"), default="byte", help="kind")
     parser.add_argument("--tokenizer-path", help="tokenizer.json (hf) or .model file (sentencepiece)")

@@ -14,8 +14,11 @@ from typing import Any
 
 def main(argv: list[str]) -> int:
     """Print one row per run, then where its files are."""
+    if argv in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if len(argv) != 1:
-        print("summarize: error: usage: summarize.py FOLDER", file=sys.stderr)
+        print(f"summarize: error: found {len(argv)} arguments, allowed: one FOLDER", file=sys.stderr)
         return 2
     root = Path(argv[0])
     runs = [path for path in (root, *sorted(root.glob("*"))) if (path / "metrics.jsonl").is_file()]
@@ -27,12 +30,10 @@ def main(argv: list[str]) -> int:
     widths = [max(len(column), *(len(row[column]) for row in rows)) for column in columns]
     for line in (dict(zip(columns, columns, strict=True)), *rows):
         print("  ".join(line[column].rjust(width) for column, width in zip(columns, widths, strict=True)))
-    print()
-    for path in runs:
-        print(f"{path}/")
-        for name, what in _FILES.items():
-            if (path / name).exists():
-                print(f"    {name:<18}{what}")
+    print(f"\nin {runs[0] if len(runs) == 1 else f'each of {len(runs)} folders of {root}'}:")
+    for name, what in _FILES.items():
+        if any((path / name).exists() for path in runs):
+            print(f"    {name:<18}{what}")
     return 0
 
 

@@ -15,23 +15,20 @@ At every moment of a save the marker, or the newest complete folder, is one that
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-MARKER = "latest_checkpointed_iteration.txt"
-MANIFEST, COMPLETE = "manifest.json", "COMPLETE"
+from megatron_lowrank import disk
+from megatron_lowrank.disk import COMPLETE, MANIFEST, MARKER, PARTIAL, is_complete
+
 RUN_CONFIG, ARCHITECTURE, TRAIN_STATE = "run_config.json", "architecture.json", "train_state.json"
 FORMAT, FORMAT_VERSION = "megatron_lowrank_training", 1
-_PARTIAL, _OLD = ".tmp", ".old"
+_OLD = ".old"
 _NAME = re.compile(r"iter_(\d{7,})")
 _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
-_CHUNK = 1 << 22
 logger = logging.getLogger(__name__)
 
 
@@ -42,12 +39,7 @@ def folder_name(step: int) -> str:
 
 def partial_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step is written before it is complete."""
-    return folder / (folder_name(step) + _PARTIAL)
-
-
-def is_complete(path: Path) -> bool:
-    """Whether everything of a checkpoint was written."""
-    return (path / COMPLETE).is_file()
+    return folder / (folder_name(step) + PARTIAL)
 
 
 def complete_steps(folder: Path) -> dict[int, Path]:
@@ -93,24 +85,12 @@ def resolve(path: str | Path) -> Path:
     if is_complete(path):
         return path
     if _NAME.match(path.name) or (path / MANIFEST).exists() or (path / ".metadata").exists():
-        raise ValueError(f"{path} has no file {COMPLETE}: it is incomplete, or was not written by this package")
+        what = f"{path} has no file {COMPLETE}: it is incomplete, or was not written by this package"
+        raise disk.DamagedError("INCOMPLETE", what)
     found = latest(path)
     if found is None:
         raise FileNotFoundError(f"{path} holds no complete checkpoint")
     return found
-
-
-def read_json(path: Path) -> Any:
-    """Content of a JSON file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON.
-    """
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no valid JSON: {error}") from error
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -120,30 +100,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         OSError: a file cannot be read.
         ValueError: a file is missing, truncated or changed, or the format is newer than this package.
     """
-    manifest: dict[str, Any] = read_json(path / MANIFEST)
+    manifest = disk.read_sealed(path)
     found = manifest.get("format"), manifest.get("format_version")
     if found[0] != FORMAT or not isinstance(found[1], int) or found[1] > FORMAT_VERSION:
         raise ValueError(f"{path}: found format {found[0]} {found[1]}, allowed: {FORMAT} up to {FORMAT_VERSION}")
-    if (path / COMPLETE).read_text().strip() != digest_of(path / MANIFEST):
-        raise ValueError(f"{path / MANIFEST} was changed or damaged: its digest is not the one in {COMPLETE}")
-    for name, entry in manifest["files"].items():
-        file = path / name
-        if Path(name).name != name:
-            raise ValueError(f"{path / MANIFEST} names {name!r}, allowed: bare file names")
-        size = file.stat().st_size if file.is_file() else None
-        if size != entry["bytes"]:
-            is_ = "is missing" if size is None else f"has {size} bytes"
-            raise ValueError(f"{file} {is_}, the manifest says {entry['bytes']} bytes")
     return manifest
-
-
-def digest_of(path: Path) -> str:
-    """sha256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def seal_files(path: Path, rank: int) -> dict[str, dict[str, Any]]:
@@ -152,27 +113,9 @@ def seal_files(path: Path, rank: int) -> dict[str, dict[str, Any]]:
     for file in sorted(path.iterdir()):
         owner = _RANK_FILE.fullmatch(file.name)
         if (int(owner[1]) if owner else 0) == rank:
-            sync(file)
-            entries[file.name] = {"bytes": file.stat().st_size, "sha256": digest_of(file)}
+            disk.sync(file)
+            entries[file.name] = disk.file_entry(file)
     return entries
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a small file through a temporary name, so that it is there whole or not at all."""
-    temporary = path.with_name(path.name + _PARTIAL)
-    temporary.write_text(text)
-    sync(temporary)
-    temporary.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or folder is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def prepare(folder: Path, step: int) -> None:
@@ -185,7 +128,7 @@ def prepare(folder: Path, step: int) -> None:
                 path.rename(original)  # killed between the two renames of `publish`
             else:
                 shutil.rmtree(path)
-        elif path.name.endswith(_PARTIAL) and _NAME.fullmatch(path.name.removesuffix(_PARTIAL)):
+        elif path.name.endswith(PARTIAL) and _NAME.fullmatch(path.name.removesuffix(PARTIAL)):
             shutil.rmtree(path)
     partial_path(folder, step).mkdir()
 
@@ -193,14 +136,13 @@ def prepare(folder: Path, step: int) -> None:
 def publish(folder: Path, step: int, manifest: dict[str, Any]) -> Path:
     """Completes the partial folder of a step, gives it its name and moves the marker to it."""
     partial, final = partial_path(folder, step), folder / folder_name(step)
-    write(partial / MANIFEST, json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **manifest}, indent=1))
-    write(partial / COMPLETE, digest_of(partial / MANIFEST) + "\n")
+    disk.seal(partial, {"format": FORMAT, "format_version": FORMAT_VERSION, **manifest})
     replaced = final.with_name(final.name + _OLD)
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    sync(folder)
-    write(folder / MARKER, str(step))
+    disk.sync(folder)
+    disk.write_text(folder / MARKER, str(step))
     if replaced.exists():
         shutil.rmtree(replaced)
     return final
@@ -214,7 +156,7 @@ def retain(folder: Path, step: int, keep: int) -> None:
     older = [path for other, path in complete_steps(folder).items() if other < step]
     for path in older[: max(0, len(older) - (keep - 1))] if keep else []:
         try:
-            doomed = path.with_name(path.name.removesuffix(_OLD) + _PARTIAL)
+            doomed = path.with_name(path.name.removesuffix(_OLD) + PARTIAL)
             path.rename(doomed)  # a kill must not leave half a folder under a complete one's name
             shutil.rmtree(doomed)
         except OSError as error:

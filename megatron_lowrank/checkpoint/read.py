@@ -5,21 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_lowrank.checkpoint.files import (
-    MANIFEST,
-    RUN_CONFIG,
-    digest_of,
-    read_json,
-    read_manifest,
-    resolve,
-)
+from megatron_lowrank.checkpoint.files import RUN_CONFIG, TRAIN_STATE, read_manifest, resolve
 from megatron_lowrank.config import RunConfig
+from megatron_lowrank.disk import MANIFEST, read_json, sha256
+from megatron_lowrank.messages import differences, some
 from megatron_lowrank.names import CanonicalParameter, canonical_parameters
 
 OPTIMIZER_PREFIX = "optimizer.state."
@@ -85,6 +81,38 @@ def checkpoint_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield parameter.name, tensor[: parameter.shape[0]]
 
 
+def read_train_state(path: str | Path) -> dict[str, Any]:
+    """The `train_state` that `save_checkpoint` was given.
+
+    Args:
+        path: A checkpoint, or a folder of them (then its latest).
+
+    Raises:
+        OSError: there is no checkpoint, or it cannot be read.
+        ValueError: it is incomplete, or damaged.
+    """
+    file = resolve(path) / TRAIN_STATE
+    try:
+        return dict(read_json(file)["train_state"])
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{file} holds no training state: {error!r}") from error
+
+
+def check_architecture(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compares two values of `RunConfig.architecture()`.
+
+    Args:
+        path: Where the first one is from, for the message.
+        stored: Of a checkpoint.
+        wanted: Of the run.
+
+    Raises:
+        ValueError: they differ; it lists how.
+    """
+    if lines := differences(stored, wanted, "{name}: checkpoint {old}, run {new}"):
+        raise ValueError(f"{path} has another architecture: {some(lines, separator='; ')}")
+
+
 def check_tensors(path: Path, run: RunConfig, *, with_optimizer: bool) -> None:
     """Compares the names and global shapes of a checkpoint with what the config of a run implies.
 
@@ -109,8 +137,7 @@ def check_tensors(path: Path, run: RunConfig, *, with_optimizer: bool) -> None:
     )
     for word, names in (("lacks", missing), ("has the unknown", unknown)):
         if names:
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            raise ValueError(f"{path} {word} keys {', '.join(names[:10])}{more}")
+            raise ValueError(f"{path} {word} keys {some(names)}")
     for name, parameter in expected.items():
         entry = stored[name]
         found = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
@@ -136,5 +163,5 @@ def verify_checksums(path: str | Path) -> None:
     """
     path = resolve(path)
     for name, entry in read_manifest(path)["files"].items():
-        if (found := digest_of(path / name)) != entry["sha256"]:
+        if (found := sha256(path / name)) != entry["sha256"]:
             raise ValueError(f"{path / name}: found sha256 {found}, {MANIFEST} says {entry['sha256']}")

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_lowrank import __version__, compat
+from megatron_lowrank import __version__, compat, disk
 from megatron_lowrank.checkpoint import files, state
-from megatron_lowrank.checkpoint.agree import on_every_rank, on_rank_0
+from megatron_lowrank.checkpoint.agree import FAILED, AgreedError, on_every_rank, on_rank_0
 from megatron_lowrank.checkpoint.optimizer import adam_step
-from megatron_lowrank.checkpoint.read import check_tensors
+from megatron_lowrank.checkpoint.read import check_architecture, check_tensors
 from megatron_lowrank.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ def save_checkpoint(
         The folder of this checkpoint.
 
     Raises:
-        OSError: it cannot be written. On every rank, with the same message.
-        ValueError: `train_state` is not made of JSON values. On every rank.
+        AgreedError: it cannot be written, or `train_state` is not made of JSON values. Its exit code is 1.
     """
     compat.silence_known_notices()
     folder = Path(folder)
@@ -70,18 +69,18 @@ def save_checkpoint(
         except TypeError as error:
             raise ValueError(f"the training state is not made of JSON values: {error}") from error
 
-    texts = on_every_rank(describe, what=what)[0]
-    on_rank_0(lambda: files.prepare(folder, step), what=what)
+    texts = on_every_rank(describe, what=what, code=FAILED)[0]
+    on_rank_0(lambda: files.prepare(folder, step), what=what, code=FAILED)
     try:
-        on_every_rank(lambda: _check_writable(partial), what=what)
-        on_every_rank(lambda: state.save_state(partial, chunks, optimizer), what=what)
+        on_every_rank(lambda: _check_writable(partial), what=what, code=FAILED)
+        on_every_rank(lambda: state.save_state(partial, chunks, optimizer), what=what, code=FAILED)
 
         def describe_files() -> None:
             for name, text in texts.items():
-                files.write(partial / name, text)
+                disk.write_text(partial / name, text)
 
-        on_rank_0(describe_files, what=what)
-        sealed = on_every_rank(lambda: files.seal_files(partial, dist.get_rank()), what=what)
+        on_rank_0(describe_files, what=what, code=FAILED)
+        sealed = on_every_rank(lambda: files.seal_files(partial, dist.get_rank()), what=what, code=FAILED)
         manifest = {
             "step": step,
             "versions": {
@@ -92,12 +91,12 @@ def save_checkpoint(
             "config_digest": run.digest(),
             "files": {name: entry for entries in sealed for name, entry in entries.items()},
         }  # fmt: skip
-        path = on_rank_0(lambda: files.publish(folder, step, manifest), what=what)
-    except (OSError, ValueError):
+        path = on_rank_0(lambda: files.publish(folder, step, manifest), what=what, code=FAILED)
+    except AgreedError:
         if dist.get_rank() == 0:
             files.discard(folder, step)
         raise
-    on_rank_0(lambda: files.retain(folder, step, run.checkpoint.keep), what=what)
+    on_rank_0(lambda: files.retain(folder, step, run.checkpoint.keep), what=what, code=FAILED)
     return path
 
 
@@ -126,8 +125,8 @@ def load_checkpoint(
         The `train_state` that was saved; empty with `weights_only`.
 
     Raises:
-        OSError: there is no checkpoint, or it cannot be read. On every rank, with the same message.
-        ValueError: it is incomplete, damaged, of another architecture, or of a newer megatron-core. On every rank.
+        AgreedError: there is no checkpoint, it cannot be read, or it is incomplete, damaged, of another architecture or
+            of a newer megatron-core.
     """
     what = f"loading the checkpoint {path}"
     full = optimizer is not None and not weights_only
@@ -165,18 +164,14 @@ def _inspect(path: str | Path, run: RunConfig, full: bool) -> tuple[Path, dict[s
     written, ours = manifest["versions"]["megatron_core"], compat.megatron_core_version()
     if _generation(written) > _generation(ours):
         raise ValueError(f"{found} was written by megatron-core {written}, which this {ours} cannot read: upgrade it")
-    stored, wanted = files.read_json(found / files.ARCHITECTURE), run.architecture()
-    differing = [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]
-    if differing:
-        lines = [f"{name}: checkpoint {stored.get(name)}, run {wanted.get(name)}" for name in differing[:10]]
-        more = f"; and {len(differing) - 10} more" if len(differing) > 10 else ""
-        raise ValueError(f"{found} has another architecture: {'; '.join(lines)}{more}")
-    precision = files.read_json(found / files.RUN_CONFIG)["train"]["precision"]
+    stored, wanted = disk.read_json(found / files.ARCHITECTURE), run.architecture()
+    check_architecture(found, stored, wanted)
+    precision = disk.read_json(found / files.RUN_CONFIG)["train"]["precision"]
     if full and precision == "bf16" and run.train.precision == "fp32":
         # Its weights are rounded, and only a shard of the fp32 ones is on each data-parallel rank.
         raise ValueError(f"{found} has train.precision bf16, run fp32: allowed with checkpoint.load_weights_only only")
     check_tensors(found, run, with_optimizer=full)
-    return found, manifest, files.read_json(found / files.TRAIN_STATE)
+    return found, manifest, disk.read_json(found / files.TRAIN_STATE)
 
 
 def _layout(run: RunConfig) -> dict[str, int | None]:
@@ -202,7 +197,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _check_visible(path: Path) -> None:
-    if not files.is_complete(path):
+    if not disk.is_complete(path):
         raise FileNotFoundError(f"{path}: rank 0 has found it, this rank does not; allowed: a shared file system")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -36,18 +36,29 @@ def activation_by_name(name: str) -> Activation:
         )
     if not callable(function):
         raise ValueError(f"found {name!r}, no function of torch.nn.functional{_suggestion(name)}")
-    probe = torch.linspace(-3.0, 3.0, 8)
-    try:
-        ahead, back = function(probe), function(probe.flip(0)).flip(0)
-        elementwise = ahead.shape == probe.shape and torch.is_floating_point(ahead) and torch.equal(ahead, back)
-        finite = elementwise and bool(torch.isfinite(ahead).all())
-        # A piece of the vector must give the same piece of the result: softmax-like functions fail this one.
-        finite = finite and torch.equal(function(probe[:3]), ahead[:3])
-    except Exception:  # whatever a function without a fitting signature raises, it is no activation
-        finite = False
-    if not finite:
+    if not _is_activation(function):
         raise ValueError(f"found {name!r}, which is not an element-wise activation{_suggestion(name)}")
     return function  # type: ignore[no-any-return]
+
+
+def _is_activation(function: Callable[..., Any]) -> bool:
+    """Whether a function maps every element by itself, the same way each time, and lets a gradient through."""
+    import torch
+
+    probe = torch.linspace(-3.0, 3.0, 48).reshape(2, 3, 8).requires_grad_()
+    try:
+        out = function(probe)
+        if not isinstance(out, torch.Tensor) or out.shape != probe.shape or out.dtype != probe.dtype:
+            return False
+        moved = function(probe.flip(2, 0)[:1, :2])  # other neighbours, another shape
+        (gradient,) = torch.autograd.grad(out.sum(), probe)
+    except Exception:  # whatever a function without a fitting signature raises, it is no activation
+        return False
+    # Vector kernels and their tails may differ in the last bit.
+    elementwise = torch.allclose(moved, out.flip(2, 0)[:1, :2], atol=1e-6) and torch.equal(out, function(probe))
+    # Neither a constant or step (nothing learns below it) nor an identity in disguise.
+    curved = bool((gradient != 0).any()) and not torch.equal(out, probe)
+    return elementwise and curved and bool(torch.isfinite(out).all() and torch.isfinite(gradient).all())
 
 
 COMMON = ("identity", "silu", "gelu", "gelu_tanh", "relu", "tanh", "sigmoid", "softplus", "mish", "leaky_relu", "elu",

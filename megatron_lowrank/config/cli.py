@@ -60,6 +60,14 @@ def fail(error: Exception, prog: str = "pretrain", code: int = 2) -> NoReturn:
     raise SystemExit(code)
 
 
+class _Formatter(jsonargparse.DefaultHelpFormatter):
+    """Defaults stay, Python's spelling of types goes: the choices and the text say what is allowed."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = str(super()._expand_help(action))
+        return re.sub(r"\(type: .*, default: (.*)\)$", r"(default: \1)", text)
+
+
 class _Raising(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise argparse.ArgumentError(None, message)
@@ -72,14 +80,23 @@ def _parser(prog: str, base: RunConfig) -> jsonargparse.ArgumentParser:
         usage=f"{prog} [--preset NAME] [--config FILE] [--out DIR] [--SECTION.FIELD VALUE ...]",
         description="Pre-train a low-rank (or dense) LLaMA with megatron-core. Start from --preset, change any field "
         "with a file (--config) or a flag such as --lowrank.rank 128; the later wins. Run under torchrun or srun for "
-        "more than one rank.",
+        f"more than one rank. The defaults shown are those of --preset {base.preset}; "
+        "--preset NAME --help shows another's.",
+        epilog="Examples: --lowrank.rank 0.25    --lowrank.rank_overrides '{mlp: 128, 3.q: 64}'    "
+        "--lowrank.dense_layers '[0, 11]'    --data.path 0.7 data/a 0.3 data/b    "
+        "--train.batch_ramp '[64, 64, 100000]'    --model.pad_token_id null",
+        formatter_class=_Formatter,
         default_env=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--preset", default=base.preset, help=f"one of: {', '.join(preset_names())}")
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON file with any of the fields below")
     parser.add_argument("--out", default=base.out, help="folder of the run (config, metrics, events, checkpoints)")
     for name, section in SECTIONS.items():
         parser.add_class_arguments(section, name)
+    for action in parser._actions:
+        if action.dest in SECTIONS:  # `--model FILE`: one file for all sections is enough
+            action.help = argparse.SUPPRESS
     defaults: dict[str, Any] = {}
     values = base.to_dict()
     for name in SECTIONS:

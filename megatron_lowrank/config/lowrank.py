@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_lowrank.config.activations import check_activation
-
-Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
-ROLES: tuple[Role, ...] = ("q", "k", "v", "o", "gate", "up", "down")
-ROLE_GROUPS: dict[str, tuple[Role, ...]] = {"attn": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down")}
+from megatron_lowrank.roles import BLOCKS, ROLE_TABLE, ROLES, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +87,7 @@ class LowRankConfig:
 
     def rank_of(self, layer: int, role: Role, hidden_size: int) -> int:
         """Rank of a role. layer+role wins over layer, role, group (`attn`/`mlp`), global."""
-        group = "attn" if role in ROLE_GROUPS["attn"] else "mlp"
-        for key in (f"{layer}.{role}", str(layer), role, group):
+        for key in (f"{layer}.{role}", str(layer), role, ROLE_TABLE[role].block):
             if key in self.rank_overrides:
                 return _resolve_rank(self.rank_overrides[key], hidden_size, self.rank_multiple)
         return _resolve_rank(self.rank, hidden_size, self.rank_multiple)
@@ -117,7 +113,7 @@ def _check_rank(name: str, rank: int | float) -> None:
 
 def _parse_override_key(key: str) -> tuple[int | None, str | None]:
     layer, dot, role = key.partition(".")
-    if not dot and (key in ROLE_GROUPS or key in ROLES):
+    if not dot and (key in BLOCKS or key in ROLES):
         return None, key
     if layer.isdigit() and (not dot or role in ROLES):
         return int(layer), role or None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_lowrank.roles import ROLE_TABLE, Role
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -25,7 +27,8 @@ class ModelConfig:
     vocab_size: int = 256
     """True vocabulary size V, without padding."""
     vocab_multiple: int = 128
-    """The embedding's rows are padded to a multiple of this times the tensor-parallel size."""
+    """The embedding's rows are padded to a multiple of this times the tensor-parallel size (Megatron-LM:
+    make_vocab_size_divisible_by)."""
     max_position_embeddings: int = 2048
     """Longest sequence that the model may be given."""
     norm_epsilon: float = 1e-6
@@ -33,7 +36,7 @@ class ModelConfig:
     rotary_base: float = 10000.0
     """Base theta of the rotary embedding (half-rotation layout)."""
     tie_embeddings: bool = False
-    """Share the embedding with the output layer."""
+    """Share the embedding with the output layer (megatron-core: share_embeddings_and_output_weights)."""
     attention_bias: bool = False
     """Bias on q, k, v and o (after B)."""
     mlp_bias: bool = False
@@ -94,7 +97,7 @@ class ModelConfig:
         """H_kv, the output width of k and of v."""
         return self.query_groups * self.head_dim
 
-    def role_widths(self, role: str) -> tuple[int, int]:
+    def role_widths(self, role: Role) -> tuple[int, int]:
         """(in, out) of the dense matrix that a role's pair replaces."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         return {
@@ -107,9 +110,9 @@ class ModelConfig:
             "down": (ffn, hidden),
         }[role]
 
-    def role_has_bias(self, role: str) -> bool:
+    def role_has_bias(self, role: Role) -> bool:
         """Whether a role carries an output bias."""
-        return self.attention_bias if role in ("q", "k", "v", "o") else self.mlp_bias
+        return self.attention_bias if ROLE_TABLE[role].block == "attn" else self.mlp_bias
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Rows of the live embedding: V rounded up to a multiple of vocab_multiple * tensor_parallel_size."""

@@ -66,6 +66,10 @@ class ParallelConfig:
         """Whether activations between linears are sharded over the sequence."""
         return self.tensor_parallel_size > 1
 
+    def placement_of(self, method: str) -> str:
+        """Row of the placement table for the low-rank layers of a method, the default resolved."""
+        return self.placement or ("dense" if method == "dense" else "vanilla")
+
     def layers_per_stage(self, num_layers: int) -> list[int]:
         """Layers of each pipeline stage (of each model chunk, when interleaved).
 

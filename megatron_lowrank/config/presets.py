@@ -15,7 +15,7 @@ from megatron_lowrank.config.data import DataConfig
 from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.config.run import RunConfig
-from megatron_lowrank.config.train import LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from megatron_lowrank.config.train import CheckpointConfig, LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 
 MethodName = Literal["dense", "svd", "cola"]
 
@@ -97,6 +97,7 @@ def cola_quickstart() -> RunConfig:
         optimizer=OptimizerConfig(lr=3e-3, weight_decay=0.1, beta2=0.95, clip_grad=1.0),
         schedule=ScheduleConfig(decay="cosine", warmup_steps=20),
         log=LogConfig(interval=10),
+        checkpoint=CheckpointConfig(save_interval=100),
         train=TrainConfig(steps=200, sequence_length=128, micro_batch_size=8, global_batch_size=16,
                           eval_interval=50, eval_rows=64),
     )  # fmt: skip

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lowrank.config.data import DataConfig
-from megatron_lowrank.config.lowrank import ROLES, LowRankConfig
+from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.config.parallel import ParallelConfig
 from megatron_lowrank.config.train import CheckpointConfig, LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from megatron_lowrank.placement import PLACEMENTS
+from megatron_lowrank.roles import ROLES, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +52,11 @@ class RunConfig:
     @property
     def placement(self) -> str:
         """Row of the placement table for the low-rank layers, the default resolved."""
-        default = "dense" if self.lowrank.method == "dense" else "vanilla"
-        return self.parallel.placement or default
+        return self.parallel.placement_of(self.lowrank.method)
 
-    def rank_of(self, layer: int, role: str) -> int:
+    def rank_of(self, layer: int, role: Role) -> int:
         """Rank of a role in a layer (global index)."""
-        return self.lowrank.rank_of(layer, role, self.model.hidden_size)  # type: ignore[arg-type]
+        return self.lowrank.rank_of(layer, role, self.model.hidden_size)
 
     def check_world(self, world_size: int) -> int:
         """The data-parallel size in a world of this many ranks.

@@ -1,6 +1,7 @@
 """Conversion between Hugging Face folders and ours: reader -> stream of (canonical name, tensor) -> writer.
 
-Reading order: errors, tensor_file, shards, atomic, description, hub, canonical, cola_layout, cola, formats, report, cli
+Reading order: errors, tensor_file, shards, atomic, description, hub, canonical, training, cola_layout, cola, formats,
+report, cli
 """
 
 from megatron_lowrank.convert.canonical import load_canonical, open_canonical, read_canonical, write_canonical

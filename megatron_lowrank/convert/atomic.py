@@ -1,15 +1,13 @@
 """A destination folder appears complete or not at all, also when the process is killed.
 
-Everything is written into `DST.tmp-<random>` beside DST and flushed; `manifest.json` lists the files, `COMPLETE` holds
-the manifest's digest and is written last; then one rename shows the folder.
+Everything is written into `DST.tmp-<random>` beside DST and flushed; a canonical folder is sealed (see `disk.py`); then
+one rename shows the folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -17,11 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_lowrank import disk
 from megatron_lowrank.convert.errors import ConvertError
-from megatron_lowrank.convert.shards import WrittenShards, check_file_name, read_json
-
-MANIFEST = "manifest.json"
-COMPLETE = "COMPLETE"
+from megatron_lowrank.convert.shards import WrittenShards
 
 
 def check_destination(dst: Path, src: Path | None, *, overwrite: bool, needed_bytes: int) -> None:
@@ -54,10 +50,10 @@ def atomic_folder(dst: Path, *, overwrite: bool) -> Iterator[Path]:
         temporary.mkdir()
         yield temporary
         for path in temporary.iterdir():
-            _sync(path)
-        _sync(temporary)
+            disk.sync(path)
+        disk.sync(temporary)
         _show(temporary, dst, overwrite=overwrite)
-        _sync(dst.absolute().parent)
+        disk.sync(dst.absolute().parent)
     except OSError as error:
         raise ConvertError.from_os_error(error) from error
     finally:
@@ -66,14 +62,9 @@ def atomic_folder(dst: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, shards: WrittenShards, small_files: list[str]) -> None:
-    """Write `manifest.json` over the shards and the named small files, then `COMPLETE`."""
-    files = dict(shards.files)
-    for name in small_files:
-        data = (folder / name).read_bytes()
-        files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    manifest = json.dumps({"files": files, "tensors": shards.tensors}, indent=1) + "\n"
-    (folder / MANIFEST).write_text(manifest, encoding="utf-8")
-    (folder / COMPLETE).write_text(hashlib.sha256(manifest.encode()).hexdigest() + "\n", encoding="utf-8")
+    """Seal a folder of the shards and the named small files."""
+    files = {**shards.files, **{name: disk.file_entry(folder / name) for name in small_files}}
+    disk.seal(folder, {"files": files, "tensors": shards.tensors})
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -84,37 +75,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         ConvertError: INCOMPLETE, CHECKSUM, UNSAFE_PATH, MISSING_FILE, CORRUPT.
     """
-    if not (folder / COMPLETE).is_file() or not (folder / MANIFEST).is_file():
-        raise ConvertError("INCOMPLETE", f"{folder} has no {COMPLETE} and {MANIFEST}: its writing did not finish")
     try:
-        expected = (folder / COMPLETE).read_text(encoding="utf-8", errors="replace").strip()
-        found = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        manifest = disk.read_sealed(folder)
+        for name in manifest["files"]:
+            if not name.endswith(".safetensors"):
+                disk.check_file(folder, name, manifest)
+    except disk.DamagedError as error:
+        raise ConvertError.from_damage(error) from error
     except OSError as error:
         raise ConvertError.from_os_error(error) from error
-    if expected != found:
-        raise ConvertError("CHECKSUM", f"expected sha256 {expected}, found {found} ({folder / MANIFEST})")
-    manifest = read_json(folder / MANIFEST)
-    files, tensors = manifest.get("files"), manifest.get("tensors")
-    if not isinstance(files, dict) or not isinstance(tensors, dict) or not all(map(_is_dict, tensors.values())):
-        raise ConvertError("CORRUPT", f"{folder / MANIFEST} has no files or no tensors")
-    for name, entry in files.items():
-        _check_file(folder / check_file_name(name, folder / MANIFEST), entry if isinstance(entry, dict) else {})
+    tensors = manifest.get("tensors")
+    if not isinstance(tensors, dict) or not all(isinstance(entry, dict) for entry in tensors.values()):
+        raise ConvertError("CORRUPT", f"{folder / disk.MANIFEST} lists no tensors")
     return manifest
-
-
-def _is_dict(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _check_file(path: Path, entry: dict[str, Any]) -> None:
-    if not path.is_file():
-        raise ConvertError("MISSING_FILE", f"{path.name} of {MANIFEST} is not in {path.parent}")
-    if (size := path.stat().st_size) != entry.get("bytes"):
-        raise ConvertError("CORRUPT", f"{path} holds {size} bytes, {MANIFEST} says {entry.get('bytes')}")
-    if path.suffix != ".safetensors":
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if found != entry.get("sha256"):
-            raise ConvertError("CHECKSUM", f"expected sha256 {entry.get('sha256')}, found {found} ({path})")
 
 
 def _show(temporary: Path, dst: Path, *, overwrite: bool) -> None:
@@ -144,11 +117,3 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     names = os.fsencode(first.absolute()), os.fsencode(second.absolute())
     return bool(renameat2(here, names[0], here, names[1], exchange_flag) == 0)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

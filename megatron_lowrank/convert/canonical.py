@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron_lowrank import compat, disk
 from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.convert.atomic import atomic_folder, check_destination, read_manifest, write_manifest
-from megatron_lowrank.convert.description import DESCRIPTION, Description, Source, installed_versions, read_description
+from megatron_lowrank.convert.description import DESCRIPTION, Description, Source, read_description
 from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.convert.hub import (
     Progress,
@@ -35,21 +37,18 @@ def open_canonical(folder: str | Path) -> TensorSource:
     """
     folder = Path(folder)
     description = read_description(folder)
-    if description.kind != "canonical":
-        what = f"found a {description.kind} checkpoint, expected a canonical folder"
-        raise ConvertError("UNKNOWN_ARCH", f"{what} ({folder})")
     manifest = read_manifest(folder)
     if DESCRIPTION not in manifest["files"]:
         raise ConvertError("CORRUPT", f"the manifest does not cover {DESCRIPTION} ({folder})")
     reader = ShardedReader(folder)
     parameters = expected_parameters(description.model, description.lowrank)
     check_keys(parameters, reader.specs, DESCRIPTION, str(folder))
-    check_keys(parameters, manifest["tensors"], DESCRIPTION, str(folder / "manifest.json"))
+    check_keys(parameters, manifest["tensors"], DESCRIPTION, str(folder / disk.MANIFEST))
     check_shapes(parameters, reader.specs, {name: name for name in parameters}, str(folder))
     reader.expect_checksums({name: str(entry.get("sha256")) for name, entry in manifest["tensors"].items()})
     return TensorSource(
         model=description.model, lowrank=description.lowrank, specs=tuple(reader.specs[name] for name in parameters),
-        read=reader.read, source=description.source,
+        read=reader.read, source=description.source, seed=description.seed,
     )  # fmt: skip
 
 
@@ -59,7 +58,6 @@ def save_canonical(
     *,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
-    seed: int | None = None,
     progress: Progress = lambda name, size: None,
 ) -> None:
     """Writer: stream a source into a new canonical folder.
@@ -68,12 +66,12 @@ def save_canonical(
         ConvertError: from the destination, the disk, or the source while it streams; `dst` is then as before.
     """
     description = Description(
-        kind="canonical", model=source.model, lowrank=source.lowrank, dtype=source.dtype, source=source.source,
-        seed=seed, versions=installed_versions(),
+        model=source.model, lowrank=source.lowrank, dtype=source.dtype, source=source.source, seed=source.seed,
+        versions=compat.versions(),
     )  # fmt: skip
     check_destination(dst, None, overwrite=overwrite, needed_bytes=source.nbytes)
     with atomic_folder(dst, overwrite=overwrite) as folder:
-        (folder / DESCRIPTION).write_text(description.to_json(), encoding="utf-8")
+        disk.write_text(folder / DESCRIPTION, description.to_json())
         shards = write_shards(
             folder, source.specs, source.stream(), limit=shard_bytes, single_name=None, progress=progress
         )
@@ -122,8 +120,7 @@ def write_canonical(
         seed: seed of the initial weights, for the record.
         allow_nonfinite: write NaN and infinities too.
     """
-    stream = from_tensors(model, lowrank, tensors, source or Source(kind="python"), dtypes)
+    stream = replace(from_tensors(model, lowrank, tensors, source or Source(kind="python"), dtypes), seed=seed)
     save_canonical(
-        stream if allow_nonfinite else finite(stream), Path(folder), overwrite=overwrite, shard_bytes=shard_bytes,
-        seed=seed,
-    )  # fmt: skip
+        stream if allow_nonfinite else finite(stream), Path(folder), overwrite=overwrite, shard_bytes=shard_bytes
+    )

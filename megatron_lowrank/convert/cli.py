@@ -16,7 +16,7 @@ from megatron_lowrank.convert.atomic import check_destination
 from megatron_lowrank.convert.canonical import SHARD_BYTES, save_canonical
 from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.convert.formats import HF_FORMATS, WRITERS, Format, open_source
-from megatron_lowrank.convert.hub import Progress, TensorSource, cast, finite
+from megatron_lowrank.convert.hub import TensorSource, cast, finite
 from megatron_lowrank.convert.report import ProgressReport, as_text, summarize
 from megatron_lowrank.convert.shards import plan_shards
 
@@ -63,11 +63,16 @@ def build_parser() -> argparse.ArgumentParser:
     _add_common(importer)
     importer.set_defaults(run=_import_hf)
 
-    exporter = commands.add_parser("export-hf", help="canonical folder -> Hugging Face folder")
+    exporter = commands.add_parser("export-hf", help="canonical folder or training checkpoint -> Hugging Face folder")
     exporter.add_argument("--layout", choices=tuple(WRITERS), default="reference-cola",
                           help="reference-cola: loadable by the public CoLA code")  # fmt: skip
     _add_common(exporter)
     exporter.set_defaults(run=_export_hf)
+
+    resharder = commands.add_parser("reshard", help="training checkpoint (the latest of a folder) -> canonical folder")
+    resharder.add_argument("--to", choices=("canonical",), required=True, help="what to write: full, unsharded tensors")
+    _add_common(resharder)
+    resharder.set_defaults(run=_reshard)
 
     inspector = commands.add_parser("inspect", help="say what a folder holds; reads headers only")
     inspector.add_argument("path", type=Path, metavar="PATH")
@@ -92,30 +97,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _import_hf(options: argparse.Namespace) -> None:
     allowed: tuple[Format, ...] = HF_FORMATS if options.arch == "auto" else (options.arch,)
-    source = open_source(options.src, allowed, "import-hf")
-
-    def write(source: TensorSource, progress: Progress) -> None:
-        save_canonical(
-            source, options.dst, overwrite=options.overwrite, shard_bytes=options.max_shard_size, progress=progress
-        )
-
-    _convert(source, write, options)
+    _convert(open_source(options.src, allowed, "import-hf"), save_canonical, options)
 
 
 def _export_hf(options: argparse.Namespace) -> None:
-    source = open_source(options.src, ("canonical",), "export-hf")
+    source = open_source(options.src, ("canonical", "training"), "export-hf")
     check, save = WRITERS[options.layout]
     check(source)
-
-    def write(source: TensorSource, progress: Progress) -> None:
-        save(source, options.dst, overwrite=options.overwrite, shard_bytes=options.max_shard_size, progress=progress)
-
-    _convert(source, write, options)
+    _convert(source, save, options)
 
 
-def _convert(
-    source: TensorSource, write: Callable[[TensorSource, Progress], None], options: argparse.Namespace
-) -> None:
+def _reshard(options: argparse.Namespace) -> None:
+    _convert(open_source(options.src, ("training",), "reshard"), save_canonical, options)
+
+
+def _convert(source: TensorSource, save: Callable[..., None], options: argparse.Namespace) -> None:
     for note in source.notes:
         print(f"convert: note: {note}", file=sys.stderr)
     source = source if options.allow_nonfinite else finite(source)
@@ -128,7 +124,7 @@ def _convert(
         return
     report = ProgressReport(options.progress, len(source.specs), source.nbytes)
     try:
-        write(source, report)
+        save(source, options.dst, overwrite=options.overwrite, shard_bytes=options.max_shard_size, progress=report)
     finally:
         report.close()
     print(f"wrote {what}")

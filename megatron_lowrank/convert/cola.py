@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lowrank import disk
 from megatron_lowrank.convert.atomic import atomic_folder, check_destination
 from megatron_lowrank.convert.cola_layout import (
     DROPPED_BUFFERS,
@@ -102,8 +102,8 @@ def save_reference_cola(
     special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     check_destination(dst, None, overwrite=overwrite, needed_bytes=source.nbytes)
     with atomic_folder(dst, overwrite=overwrite) as folder:
-        _write_json(folder / CONFIG, config)
-        _write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **special})
+        disk.write_json(folder / CONFIG, dict(sorted(config.items())))
+        disk.write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **special})
         stream = (read(spec.name) for spec in source.specs)
         write_shards(folder, specs, stream, limit=shard_bytes, single_name=SINGLE, progress=progress)
 
@@ -141,7 +141,3 @@ def _training_state(folder: Path) -> dict[str, Any]:
         return {}
     values = read_json(folder / TRAINING_STATE)
     return {name: value for name, value in values.items() if type(value) in (int, float)}
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -12,11 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_lowrank.config.lowrank import ROLES, LowRankConfig
+from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.convert.description import check_sizes, check_type
 from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.names import EMBEDDING, FINAL_NORM, OUTPUT, CanonicalParameter
+from megatron_lowrank.roles import ROLES
 
 Layout = Literal["cola", "cola_m"]
 

@@ -7,7 +7,6 @@ the file when they resolve to something else, so a changed default can never re-
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import math
 from collections.abc import Mapping
@@ -15,17 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
-
-from megatron_lowrank import __version__
-from megatron_lowrank.config.lowrank import ROLES, LowRankConfig
+from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.convert.shards import read_json
+from megatron_lowrank.messages import differences
+from megatron_lowrank.roles import ROLES
 
 DESCRIPTION = "lowrank_config.json"
 FORMAT = "megatron_lowrank"
 FORMAT_VERSION = 1
+KIND = "canonical"
 MOST_LAYERS = 10_000
 LARGEST_WIDTH = 1 << 31
 
@@ -56,7 +55,6 @@ class Source:
 class Description:
     """Content of `lowrank_config.json`."""
 
-    kind: Literal["canonical", "training"]
     model: ModelConfig
     lowrank: LowRankConfig
     dtype: str
@@ -64,14 +62,14 @@ class Description:
     source: Source
     seed: int | None = None
     """Seed of the initial weights, if known."""
-    versions: Mapping[str, str | None] = field(default_factory=dict)
-    """Of this package, torch and megatron-core, at writing."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """What was installed at writing (`compat.versions`)."""
 
     def to_json(self) -> str:
         """The text of the file."""
         lowrank = {**_plain(self.lowrank), "rank_overrides": dict(self.lowrank.rank_overrides)}
         values = {
-            "format": FORMAT, "format_version": FORMAT_VERSION, "kind": self.kind, "model": _plain(self.model),
+            "format": FORMAT, "format_version": FORMAT_VERSION, "kind": KIND, "model": _plain(self.model),
             "lowrank": lowrank, "resolved": resolved(self.model, self.lowrank), "dtype": self.dtype,
             "seed": self.seed, "source": _plain(self.source), "versions": dict(self.versions),
         }  # fmt: skip
@@ -86,24 +84,25 @@ def read_description(folder: Path) -> Description:
     """
     path = folder / DESCRIPTION
     values = read_json(path)
-    found = (values.get("format"), values.get("format_version"))
-    if found != (FORMAT, FORMAT_VERSION) or values.get("kind") not in ("canonical", "training"):
-        what = f"format {found[0]!r} version {found[1]!r} kind {values.get('kind')!r}"
-        raise ConvertError("UNKNOWN_ARCH", f"found {what}, supported: {FORMAT} version {FORMAT_VERSION} ({path})")
+    found = (values.get("format"), values.get("format_version"), values.get("kind"))
+    if found != (FORMAT, FORMAT_VERSION, KIND):
+        what = f"format {found[0]!r} version {found[1]!r} kind {found[2]!r}"
+        raise ConvertError(
+            "UNKNOWN_ARCH", f"found {what}, supported: {FORMAT} version {FORMAT_VERSION} kind {KIND!r} ({path})"
+        )
     model = _config(ModelConfig, "model", values, path)
     lowrank = _config(LowRankConfig, "lowrank", values, path)
     check_sizes(model, lowrank, path)
     if (rebuilt := resolved(model, lowrank)) != values.get("resolved"):
         stored = values.get("resolved")
         stored = stored if isinstance(stored, dict) else {}
-        differing = [f"{key}: {stored.get(key)!r} in the file, {rebuilt[key]!r} from its fields"
-                     for key in rebuilt if rebuilt[key] != stored.get(key)]  # fmt: skip
+        differing = differences(stored, rebuilt, "{name}: {old!r} in the file, {new!r} from its fields")
         code: Literal["RANK", "CONFIG"] = "RANK" if rebuilt["ranks"] != stored.get("ranks") else "CONFIG"
         raise ConvertError(code, f"{'; '.join(differing)[:400]} ({path})")
     try:
         source = Source(**values["source"])
         return Description(
-            kind=values["kind"], model=model, lowrank=lowrank, dtype=str(values["dtype"]), source=source,
+            model=model, lowrank=lowrank, dtype=str(values["dtype"]), source=source,
             seed=values.get("seed"), versions=dict(values.get("versions", {})),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
@@ -159,15 +158,6 @@ def resolved(model: ModelConfig, lowrank: LowRankConfig) -> dict[str, Any]:
             for layer in range(model.num_layers)
         ],
     }  # fmt: skip
-
-
-def installed_versions() -> dict[str, str | None]:
-    """Versions of this package, torch and megatron-core (None where absent; it is not imported)."""
-    try:
-        core = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        core = None
-    return {"megatron_lowrank": __version__, "torch": str(torch.__version__), "megatron_core": core}
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from typing import Literal
 
+from megatron_lowrank.disk import DamagedError
+
 Code = Literal[
     "USAGE", "MISSING_KEY", "EXTRA_KEY", "SHAPE", "RANK", "CORRUPT", "NONFINITE", "OVERFLOW", "UNKNOWN_ARCH",
     "NOT_EXPRESSIBLE", "UNSAFE_PATH", "MISSING_FILE", "UNSAFE_PICKLE", "INCOMPLETE", "CHECKSUM", "NO_SPACE", "EXISTS",
@@ -38,8 +40,7 @@ class ConvertError(Exception):
             return cls("PERMISSION", f"{error.strerror} ({error.filename})")
         return cls("IO", f"{error.strerror or error} ({error.filename})")
 
-
-def name_some(names: list[str], limit: int = 10) -> str:
-    """The first few names and how many there are."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    @classmethod
+    def from_damage(cls, error: DamagedError) -> ConvertError:
+        """The error of a file or sealed folder that is not what was written."""
+        return cls(error.defect, str(error))

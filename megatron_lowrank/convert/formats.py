@@ -13,15 +13,18 @@ from megatron_lowrank.convert.description import DESCRIPTION
 from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.convert.hub import TensorSource
 from megatron_lowrank.convert.shards import ShardedReader, read_json
+from megatron_lowrank.convert.training import METADATA, open_training
+from megatron_lowrank.disk import MARKER
 
 Format = Literal["canonical", "training", "cola", "cola_m"]
 
 READERS: dict[Format, Callable[[Path], TensorSource]] = {
     "canonical": open_canonical,
+    "training": open_training,
     "cola": lambda folder: open_cola(folder, "cola"),
     "cola_m": lambda folder: open_cola(folder, "cola_m"),
 }
-"""Formats that can be read; `training` is recognised so that the message can say what it is."""
+"""Every format has a reader."""
 
 HF_FORMATS: tuple[Format, ...] = ("cola", "cola_m")
 """What `import-hf` takes."""
@@ -39,11 +42,8 @@ def detect_format(path: Path) -> Format:
     if not path.is_dir():
         raise ConvertError("MISSING_FILE", f"{path} is no folder" if path.exists() else f"{path} does not exist")
     if (path / DESCRIPTION).is_file():
-        kind = read_json(path / DESCRIPTION).get("kind")
-        if kind in ("canonical", "training"):
-            return "canonical" if kind == "canonical" else "training"
-        raise ConvertError("UNKNOWN_ARCH", f"found kind {kind!r}, known: canonical, training ({path / DESCRIPTION})")
-    if (path / ".metadata").exists() or (path / "latest").exists() or any(path.glob("iter_*")):
+        return "canonical"
+    if (path / METADATA).exists() or (path / MARKER).exists() or any(path.glob("iter_*")):
         return "training"
     if not (path / CONFIG).is_file():
         raise ConvertError("UNKNOWN_ARCH", f"found neither {DESCRIPTION} nor {CONFIG} ({path})")
@@ -53,7 +53,7 @@ def detect_format(path: Path) -> Format:
         dense = any(key.endswith("_proj.weight") for key in keys)
         what = f"architectures {config.get('architectures')}, model_type {config.get('model_type')!r}"
         what += ", dense projections" if dense else ""
-        raise ConvertError("UNKNOWN_ARCH", f"found {what}; supported: cola, cola_m, canonical folders ({path})")
+        raise ConvertError("UNKNOWN_ARCH", f"found {what}; supported: {', '.join(READERS)} ({path})")
     return layout
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.convert.description import Source
-from megatron_lowrank.convert.errors import ConvertError, name_some
+from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.convert.tensor_file import TensorSpec
+from megatron_lowrank.messages import some
 from megatron_lowrank.names import CanonicalParameter, canonical_parameters
 
 Progress = Callable[[str, int], None]
@@ -33,6 +34,8 @@ class TensorSource:
     read: Callable[[str], Tensor]
     """The tensor of a canonical name; each is asked for once, in order."""
     source: Source
+    seed: int | None = None
+    """Seed of the initial weights, if known."""
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
 
@@ -72,10 +75,10 @@ def check_keys(expected: Iterable[str], found: Iterable[str], why: str, where: s
     """
     wanted, present = list(expected), list(found)
     if missing := sorted(set(wanted).difference(present)):
-        what = f"{len(missing)} missing: {name_some(missing)}; expected from {why}"
+        what = f"{len(missing)} missing: {some(missing)}; expected from {why}"
         raise ConvertError("MISSING_KEY", f"{what} ({where})")
     if extra := sorted(set(present).difference(wanted)):
-        raise ConvertError("EXTRA_KEY", f"{len(extra)} unexpected: {name_some(extra)}; by {why} ({where})")
+        raise ConvertError("EXTRA_KEY", f"{len(extra)} unexpected: {some(extra)}; by {why} ({where})")
 
 
 def check_shapes(

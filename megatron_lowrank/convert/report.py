@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from megatron_lowrank.config.lowrank import ROLES
-from megatron_lowrank.convert.atomic import COMPLETE, MANIFEST
-from megatron_lowrank.convert.description import DESCRIPTION, read_description
-from megatron_lowrank.convert.errors import ConvertError
-from megatron_lowrank.convert.formats import READERS, detect_format
-from megatron_lowrank.convert.hub import TensorSource, expected_parameters
+from megatron_lowrank.convert.description import read_description
+from megatron_lowrank.convert.formats import HF_FORMATS, READERS, detect_format
+from megatron_lowrank.convert.hub import TensorSource
+from megatron_lowrank.disk import is_complete
+from megatron_lowrank.estimate import count_parameters
+from megatron_lowrank.roles import ROLES
 
 PLAIN_INTERVAL = 5.0
 BAR_INTERVAL = 0.1
@@ -22,30 +22,21 @@ BAR_INTERVAL = 0.1
 def summarize(path: Path) -> dict[str, Any]:
     """Plain JSON values that describe a folder, from configs and headers, never from tensor data.
 
-    A folder of ours whose writing did not finish is described as far as `lowrank_config.json` goes.
+    A canonical folder whose writing did not finish is described as far as `lowrank_config.json` goes.
 
     Raises:
         ConvertError: the folder is unknown or bad.
     """
     found = detect_format(path)
-    ours = found in ("canonical", "training")
-    complete = (path / COMPLETE).is_file() and (path / MANIFEST).is_file() if ours else None
+    complete = None if found in HF_FORMATS else found == "training" or is_complete(path)
     source: TensorSource | None = None
-    if found in READERS and complete is not False:
-        source = READERS[found](path)
-        model, lowrank, origin = source.model, source.lowrank, source.source
-    elif (path / DESCRIPTION).is_file():
+    if complete is False:
         description = read_description(path)
         model, lowrank, origin = description.model, description.lowrank, description.source
     else:
-        raise ConvertError("UNKNOWN_ARCH", f"found a training checkpoint without {DESCRIPTION} ({path})")
-    parameters = expected_parameters(model, lowrank)
-    counts: Counter[str] = Counter()
-    for parameter in parameters.values():
-        size = 1
-        for side in parameter.shape:
-            size *= side
-        counts[parameter.kind] += size
+        source = READERS[found](path)
+        model, lowrank, origin = source.model, source.lowrank, source.source
+    count = count_parameters(model, lowrank)
     ranks: dict[str, list[int | str]] = {}
     for role in ROLES:
         of_layers = ["dense" if lowrank.is_dense(i, role) else lowrank.rank_of(i, role, model.hidden_size)
@@ -62,9 +53,10 @@ def summarize(path: Path) -> dict[str, Any]:
             "tie_embeddings": model.tie_embeddings, "attention_bias": model.attention_bias,
             "mlp_bias": model.mlp_bias,
         },
-        "parameters": counts.total(), "parameters_by_kind": dict(sorted(counts.items())),
+        "parameters": count.total, "parameters_by_kind": asdict(count),
         "dtype": source.dtype if source else None, "bytes": source.nbytes if source else None,
         "exact": origin.exact, "init_from": origin.init_from, "source": origin.kind,
+        "source_metadata": dict(origin.metadata),
         "notes": list(source.notes) if source else [],
     }  # fmt: skip
 
@@ -82,7 +74,7 @@ def as_text(summary: dict[str, Any]) -> str:
     rows["bytes"] = "unknown" if summary["bytes"] is None else f"{summary['bytes']:,}"
     inexact = "no: the weights only approximate the source's"
     rows["exact"] = "yes" if summary["exact"] else f"{inexact} ({summary['init_from']})"
-    rows["source"] = summary["source"]
+    rows["source"] = ", ".join([summary["source"], *(f"{k} {v}" for k, v in summary["source_metadata"].items())])
     marker = {True: "yes", False: "NO: writing did not finish", None: "no marker in this format"}
     rows["complete"] = marker[summary["complete"]]
     return "\n".join(f"{name:<12} {value}" for name, value in rows.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lowrank.convert.errors import ConvertError, name_some
+from megatron_lowrank import disk
+from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.convert.tensor_file import DTYPE_TAGS, TensorFile, TensorFileWriter, TensorSpec
+from megatron_lowrank.messages import some
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -25,27 +26,16 @@ def read_json(path: Path) -> dict[str, Any]:
         ConvertError: MISSING_FILE, CORRUPT, or an I/O error.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = disk.read_json(path)
     except FileNotFoundError as error:
         raise ConvertError("MISSING_FILE", f"{path} does not exist") from error
     except OSError as error:
         raise ConvertError.from_os_error(error) from error
-    except (ValueError, RecursionError) as error:
-        raise ConvertError("CORRUPT", f"{path} is no readable JSON ({error})") from error
+    except disk.DamagedError as error:
+        raise ConvertError.from_damage(error) from error
     if not isinstance(value, dict):
         raise ConvertError("CORRUPT", f"{path} holds no JSON object")
     return value
-
-
-def check_file_name(name: object, where: Path) -> str:
-    """A name found in an index or manifest, if it is a bare file name.
-
-    Raises:
-        ConvertError: UNSAFE_PATH.
-    """
-    if not isinstance(name, str) or name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
-        raise ConvertError("UNSAFE_PATH", f"entry {name!r} is no bare file name ({where})")
-    return name
 
 
 class ShardedReader:
@@ -102,11 +92,14 @@ class ShardedReader:
             if not (self.folder / SINGLE).is_file():
                 pickles = [p.name for p in sorted(self.folder.glob("*")) if p.suffix in PICKLES]
                 if pickles:
-                    what = f"{name_some(pickles)}: a pickle may run code, weights are read from safetensors only"
+                    what = f"{some(pickles)}: a pickle may run code, weights are read from safetensors only"
                     raise ConvertError("UNSAFE_PICKLE", f"{what} ({self.folder})")
                 raise ConvertError("MISSING_FILE", f"neither {SINGLE} nor {INDEX} is in {self.folder}")
             return [SINGLE]
-        names = sorted({check_file_name(value, self.folder / INDEX) for value in weight_map.values()})
+        for name in weight_map.values():
+            if not disk.is_bare_name(name):
+                raise ConvertError("UNSAFE_PATH", f"entry {name!r} is no bare file name ({self.folder / INDEX})")
+        names = sorted(set(weight_map.values()))
         for name in names:
             if Path(name).suffix in PICKLES:
                 raise ConvertError("UNSAFE_PICKLE", f"{name}: weights are read from safetensors only ({self.folder})")
@@ -119,11 +112,11 @@ class ShardedReader:
     def _compare(self, weight_map: dict[str, Any]) -> None:
         place = {name: file.path.name for name, file in self._files.items()}
         if lost := [name for name in weight_map if name not in place]:
-            raise ConvertError("MISSING_KEY", f"{name_some(lost)}: in {INDEX} but in no shard ({self.folder})")
+            raise ConvertError("MISSING_KEY", f"{some(lost)}: in {INDEX} but in no shard ({self.folder})")
         if more := [name for name in place if name not in weight_map]:
-            raise ConvertError("EXTRA_KEY", f"{name_some(more)}: in a shard but not in {INDEX} ({self.folder})")
+            raise ConvertError("EXTRA_KEY", f"{some(more)}: in a shard but not in {INDEX} ({self.folder})")
         if moved := [name for name in place if place[name] != weight_map[name]]:
-            raise ConvertError("CORRUPT", f"{name_some(moved)}: not in the shard that {INDEX} names ({self.folder})")
+            raise ConvertError("CORRUPT", f"{some(moved)}: not in the shard that {INDEX} names ({self.folder})")
 
 
 @dataclass(kw_only=True)
@@ -194,5 +187,5 @@ def write_shards(
             "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
             "weight_map": {name: entry["file"] for name, entry in written.tensors.items()},
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        disk.write_json(folder / INDEX, index)
     return written

@@ -1,4 +1,4 @@
-"""Arrays that are built once and memory-mapped by every process: row indices, and the largest token of a file.
+"""Arrays that are built once and memory-mapped by every process: row indices, and how often each token occurs.
 
 megatron-core writes its index cache file by file from rank 0 and lets the others wait at a barrier: a rank killed in
 between leaves files that every later run fails to load, and a rank that reads data without the others deadlocks. Here

@@ -1,4 +1,4 @@
-"""DataConfig -> datasets for training, validation and test, every file checked before the first step."""
+"""DataConfig -> datasets for training and validation, every file checked before the first step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from megatron_lowrank.config import DataConfig
-from megatron_lowrank.data.cache import cached_arrays
 from megatron_lowrank.data.files import TokenFiles, open_files, strip_suffix
 from megatron_lowrank.data.rows import Blend, DocumentRows, PackedRows, Rows
 from megatron_lowrank.data.tokenizers import Tokenizer, load_tokenizer
 
-PARTS = ("train", "valid", "test")
-"""Parts of `data.split`, in its order."""
+PARTS = ("train", "valid")
+"""Parts of `data.split` that a run reads, in its order; the third one, test, is held out from both."""
 
 
 class RowDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -40,7 +39,7 @@ class RowDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self._rows, self._eod, self._pad, self._eod_mask_loss = rows, eod, pad, eod_mask_loss
 
     def __len__(self) -> int:
-        """Rows that were asked for; for validation and test at most what the files hold."""
+        """Rows that were asked for; for validation at most what the files hold."""
         return self._rows.rows
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
@@ -71,8 +70,6 @@ class Datasets:
     """Training rows, as many as asked for."""
     valid: RowDataset | None
     """Validation rows, at most one pass over the files."""
-    test: RowDataset | None
-    """Test rows, at most one pass over the files."""
 
 
 def data_tokenizer(data: DataConfig) -> Tokenizer:
@@ -106,7 +103,7 @@ def data_tokenizer(data: DataConfig) -> Tokenizer:
 
 def build_datasets(
     data: DataConfig, *, sequence_length: int, vocab_size: int, eod: int, train_rows: int, valid_rows: int = 0,
-    test_rows: int = 0, pad: int | None = None, cache: str | None = None,
+    pad: int | None = None, cache: str | None = None,
 ) -> Datasets:  # fmt: skip
     """Datasets of a run. Every rank may call it, with or without a process group; ranks share the cache.
 
@@ -117,7 +114,6 @@ def build_datasets(
         eod: end-of-document id.
         train_rows: length of the training set, over all epochs of the run. Rows do not depend on it.
         valid_rows: validation rows wanted.
-        test_rows: test rows wanted.
         pad: id that fills short rows. Default: `eod`.
         cache: folder of row indices, used if `data.cache_path` is not given; None as well: no cache.
 
@@ -127,14 +123,12 @@ def build_datasets(
     folder = data.cache_path or cache
     if not data.path:
         raise ValueError("data.path: found nothing, allowed: a prefix of .bin/.idx files, or WEIGHT PREFIX ...")
-    if data.valid_path and test_rows:
-        raise ValueError(f"data.valid_path: found {data.valid_path[0]}, which leaves no test part for {test_rows} rows")
     opened = {prefix: open_files(prefix) for name in ("path", "valid_path") for _, prefix in data.blend(name)}
     for files in opened.values():
         _check_ids(files, vocab_size, folder)
     kind: type[Rows] = PackedRows if data.rows == "packed" else DocumentRows
     built: dict[str, RowDataset | None] = {}
-    for part, (name, wanted) in enumerate(zip(PARTS, (train_rows, valid_rows, test_rows), strict=True)):
+    for part, (name, wanted) in enumerate(zip(PARTS, (train_rows, valid_rows), strict=True)):
         own = name == "valid" and bool(data.valid_path)
         blend = data.blend("valid_path" if own else "path")
         shares, index = ((1.0,), 0) if data.valid_path else (data.split_shares(), part)
@@ -171,11 +165,7 @@ def build_datasets(
 
 def _check_ids(files: TokenFiles, vocab_size: int, cache: str | None) -> None:
     """Compares the largest id with the vocabulary; without a sidecar the file is read once and the answer cached."""
-    if files.sidecar:
-        largest = files.max_token()
-    else:
-        key = {"class": "max_token", "files": files.digest}
-        largest = int(cached_arrays(cache, key, lambda: {"max": np.array([files.max_token()])})["max"][0])
+    largest = files.max_token(cache)
     if largest >= vocab_size:
         raise ValueError(
             f"{files.prefix}.bin: found token id {largest}, allowed: ids below model.vocab_size {vocab_size}; the file "

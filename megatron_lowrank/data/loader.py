@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_lowrank.data.datasets import RowDataset
+from megatron_lowrank.messages import differences
 
 Batch = dict[str, torch.Tensor]
 """tokens, labels, position_ids [b, S] int64 and loss_mask [b, S] float32, on the CPU."""
@@ -107,11 +108,11 @@ class Loader:
             ValueError: the state belongs to other rows; the message lists what differs.
         """
         old, new = state["data"], self.dataset.description
-        differ = [key for key in sorted({*old, *new} - {"names"}) if old.get(key) != new.get(key)]
-        if differ:
-            found = "; ".join(f"{key} {new.get(key)!r} now, {old.get(key)!r} in the checkpoint" for key in differ)
+        # Files may be renamed.
+        stored, ours = ({key: value for key, value in rows.items() if key != "names"} for rows in (old, new))
+        if differ := differences(stored, ours, "{name} {new!r} now, {old!r} in the checkpoint"):
             raise ValueError(
-                f"data: the checkpoint was trained on other rows ({found}; files {new.get('names')} now, "
+                f"data: the checkpoint was trained on other rows ({'; '.join(differ)}; files {new.get('names')} now, "
                 f"{old.get('names')} in the checkpoint), allowed: the same data settings, or load the weights only"
             )
         self.consumed_rows = int(state["consumed_rows"])

@@ -19,16 +19,19 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from megatron_lowrank import disk
 from megatron_lowrank.data.documents import Piece, Report, cut_shards, list_inputs, read_piece
-from megatron_lowrank.data.files import add_counts, entropy, open_files, strip_suffix, write_json
+from megatron_lowrank.data.files import add_counts, entropy, open_files, strip_suffix
 from megatron_lowrank.data.shards import Shard, Tally, shard_record, start_worker, token_dtype, write_shard
 from megatron_lowrank.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
+from megatron_lowrank.messages import differences
 
 FORMAT = 1
 """Version of plan and sidecar."""
@@ -158,18 +161,15 @@ def _work_folder(parts: str, plan: dict[str, Any]) -> Iterator[int]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"out: another process is preparing into {parts}") from error
-        path = f"{parts}/plan.json"
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as stream:
-                old = json.load(stream)
-            changed = [key for key in plan if old.get(key) != plan[key]]
-            if changed:
+        path = Path(f"{parts}/plan.json")
+        if path.exists():
+            if changed := differences(disk.read_json(path), plan, "{name}"):
                 raise ValueError(
                     f"out: {parts} holds unfinished work of another command (different: {', '.join(changed)}), "
                     "allowed: the same command, another out, or remove the folder"
                 )
         else:
-            write_json(path, plan)
+            disk.write_json(path, plan)
         yield lock
     finally:
         os.close(lock)
@@ -249,7 +249,7 @@ def _merge(
         # Never an old index beside new tokens.
         os.remove(f"{out}.idx")
     os.replace(f"{parts}/merged.bin", f"{out}.bin")
-    write_json(f"{out}.json", record)
+    disk.write_json(Path(f"{out}.json"), record)
     os.replace(f"{parts}/merged.idx", f"{out}.idx")
     shutil.rmtree(parts)
     return record

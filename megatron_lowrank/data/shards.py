@@ -7,19 +7,19 @@ renamed, so a worker that outlives a killed run cannot spoil the files of the ne
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_lowrank import disk
 from megatron_lowrank.data.documents import BAD_LINES_KEPT, Piece, Report, read_piece
-from megatron_lowrank.data.files import write_json
 from megatron_lowrank.data.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -52,8 +52,7 @@ def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
 def shard_record(shard: Shard) -> dict[str, Any] | None:
     """Record of a shard that is complete, or None."""
     try:
-        with open(f"{shard.stem}.json", encoding="utf-8") as stream:
-            return json.load(stream)  # type: ignore[no-any-return]
+        return disk.read_json(Path(f"{shard.stem}.json"))  # type: ignore[no-any-return]
     except (OSError, ValueError):
         return None
 
@@ -84,7 +83,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
     for suffix in (".bin", ".idx", ".npy"):
         os.replace(mine + suffix, shard.stem + suffix)
     record = {"documents": documents, "tokens": tokens, "reports": [report.to_dict() for report in reports]}
-    write_json(f"{shard.stem}.json", record)
+    disk.write_json(Path(f"{shard.stem}.json"), record)
     return record
 
 

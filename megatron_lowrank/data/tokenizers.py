@@ -6,12 +6,14 @@ documents appends `eod`. `identity` names the file by content, so that a run and
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
+from pathlib import Path
 from typing import Protocol
+
+from megatron_lowrank import disk
 
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
 """End-of-document tokens looked for in a `tokenizer.json`, in this order."""
@@ -85,7 +87,7 @@ class HFTokenizer:
         import tokenizers
 
         self.path: str | None = path
-        self._sha256 = file_sha256(path)
+        self._sha256 = _file_sha256(path)
         try:
             self._model = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the library raises bare Exception for every defect of the file
@@ -132,7 +134,7 @@ class SentencePieceTokenizer:
         import sentencepiece
 
         self.path: str | None = path
-        self._sha256 = file_sha256(path)
+        self._sha256 = _file_sha256(path)
         self._model = sentencepiece.SentencePieceProcessor()
         try:
             self._model.Load(path)
@@ -233,25 +235,20 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def file_sha256(path: str) -> str:
-    """Hash of a tokenizer's file.
-
-    Raises:
-        ValueError: no such file.
-    """
+def _file_sha256(path: str) -> str:
     try:
-        with open(path, "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return disk.sha256(Path(path))
     except OSError as error:
         raise ValueError(f"tokenizer_path: cannot read {path} ({error.strerror})") from error
 
 
 def _head(texts: Iterable[str], limit: int) -> Iterator[str]:
-    """The first documents, until they hold `limit` characters."""
+    """The first documents, until they hold `limit` bytes."""
     kept: list[int] = [0]
 
     def room(text: str) -> bool:
-        kept[0] += len(text)
-        return kept[0] - len(text) < limit
+        before = kept[0]
+        kept[0] += len(text.encode())
+        return before < limit
 
     return takewhile(room, texts)

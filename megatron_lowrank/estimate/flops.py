@@ -17,8 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lowrank.config.lowrank import ROLES, LowRankConfig
+from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
+from megatron_lowrank.roles import ROLES
 
 AttentionCount = Literal["full", "causal"]
 

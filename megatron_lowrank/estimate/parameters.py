@@ -14,7 +14,7 @@ from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.config.parallel import ParallelConfig
 from megatron_lowrank.names import CanonicalParameter, canonical_parameters
-from megatron_lowrank.placement import DENSE_PLANS, GROUP_KIND, PLACEMENTS
+from megatron_lowrank.placement import shard_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +89,10 @@ def _local_size(
     t = parallel.tensor_parallel_size
     if parameter.kind in ("embedding", "output"):
         return model.padded_vocab_size(t) // t * model.hidden_size
-    shard_dim: int | None = None
-    if parameter.role is not None and parameter.layer is not None:
-        kind = GROUP_KIND[parameter.role]
-        pairs = PLACEMENTS[parallel.placement or "vanilla"].pairs
-        if lowrank.is_dense(parameter.layer, parameter.role) or pairs is None:  # type: ignore[arg-type]
-            plan = DENSE_PLANS[kind]
-            shard_dim = plan.bias_dim if parameter.kind == "bias" else plan.w_dim
-        else:
-            pair = pairs[kind]
-            shard_dim = {"a": pair.a_dim, "b": pair.b_dim, "bias": pair.bias_dim}[parameter.kind]
+    dense = parameter.role is not None and lowrank.is_dense(parameter.layer or 0, parameter.role)
+    shard_dim = (
+        shard_axis(parallel.placement_of(lowrank.method), parameter.kind, parameter.role, dense=dense)
+        if parameter.layer is not None
+        else None
+    )
     return math.prod(parameter.shape) // (1 if shard_dim is None else t)

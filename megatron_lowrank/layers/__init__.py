@@ -1,4 +1,4 @@
 """Low-rank layers on megatron-core's slots.
 
-Reading order: reference, collectives, canonical, init, norm, linear, mlp, attention
+Reading order: reference, collectives, canonical, init, norm, linear, mlp, attention, layer
 """

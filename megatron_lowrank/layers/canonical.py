@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
@@ -28,7 +28,7 @@ class Part:
     axis: int | None
     """Axis of the canonical tensor that is cut into equal blocks over the tensor-parallel ranks; None: replicated."""
     rows: tuple[int, int] | None = None
-    """Rows [from, to) of a fused parameter; None: the whole parameter."""
+    """Rows [from, to) of a parameter that stacks several canonical tensors along dim 0; None: the whole parameter."""
     vocabulary: bool = False
     """Whether axis 0 is the vocabulary, whose live rows are padded."""
 
@@ -49,15 +49,6 @@ class Part:
     def slice_of(self, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """This rank's block of a full canonical tensor."""
         return full if self.axis is None else full.chunk(size, dim=self.axis)[rank]
-
-
-@runtime_checkable
-class HasParts(Protocol):
-    """A module that owns canonical tensors."""
-
-    def canonical_parts(self) -> list[Part]:
-        """Parts of this module, keys relative to the layer."""
-        ...
 
 
 def current_device() -> torch.device:

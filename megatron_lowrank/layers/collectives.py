@@ -6,12 +6,13 @@ share would be corrupted. These never write into their input. Activations are [S
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_lowrank.placement import Op
+from megatron_lowrank.placement import OPS, Move, Op
 
 
 def _gather_first(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -42,22 +43,31 @@ def _scatter_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _scatter_first(blocks, group).squeeze(0)
 
 
-_MOVES = {"ag_seq": _gather_first, "rs_seq": _scatter_first, "ag_hid": _gather_last, "rs_hid": _scatter_last}
-_ADJOINT = {"ag_seq": "rs_seq", "rs_seq": "ag_seq", "ag_hid": "rs_hid", "rs_hid": "ag_hid"}
+_MOVES: dict[Move, Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]] = {
+    "gather_sequence": _gather_first,
+    "scatter_sequence": _scatter_first,
+    "gather_hidden": _gather_last,
+    "scatter_hidden": _scatter_last,
+}
+
+
+def _move(move: Move | None, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return x if move is None else _MOVES[move](x, group)
 
 
 class _Collective(torch.autograd.Function):
-    """A gather's backward is the matching reduce-scatter and the reverse: all consumers shard their gradient."""
+    """Forward and backward moves of one row of the op table."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.op, ctx.group = op, group
-        return _MOVES[op](x, group)
+    def forward(ctx: Any, x: torch.Tensor, op: Op, group: dist.ProcessGroup) -> torch.Tensor:
+        forward, ctx.move = OPS[op]
+        ctx.group = group
+        return _move(forward, x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         # Gradients of batched or transposed products are strided; a collective on them must see one dense buffer.
-        return _MOVES[_ADJOINT[ctx.op]](grads[0].contiguous(), ctx.group), None, None
+        return _move(ctx.move, grads[0].contiguous(), ctx.group), None, None
 
 
 def apply_op(op: Op, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -71,8 +81,8 @@ def apply_op(op: Op, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     Raises:
         ValueError: the op is not in the table.
     """
-    if op != "id" and op not in _MOVES:
-        raise ValueError(f"placement op: found {op!r}, allowed: id, {', '.join(_MOVES)}")
-    if op == "id" or dist.get_world_size(group) == 1:
+    if op not in OPS:
+        raise ValueError(f"placement op: found {op!r}, allowed: {', '.join(OPS)}")
+    if OPS[op] == (None, None) or dist.get_world_size(group) == 1:
         return x
     return _Collective.apply(x, op, group)  # type: ignore[no-any-return,no-untyped-call]

@@ -16,13 +16,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
-from torch.nn import functional
 
-from megatron_lowrank.config import LowRankConfig, ModelConfig, Role, activation_by_name
+from megatron_lowrank.config import LowRankConfig, ModelConfig, activation_by_name
 from megatron_lowrank.layers.canonical import Part, current_device, layer_prefix, mark_parameter, sharded_parts
 from megatron_lowrank.layers.collectives import apply_op
-from megatron_lowrank.names import ROLE_MODULE, role_key
-from megatron_lowrank.placement import DENSE_PLANS, GROUP_KIND, PLACEMENTS, Op, PairPlan
+from megatron_lowrank.names import role_key
+from megatron_lowrank.placement import DENSE_PLANS, Op, pair_plan
+from megatron_lowrank.roles import ROLE_TABLE, Role, roles_of_slot
+
+ByRole = dict[Role, torch.Tensor]
 
 
 class LocalFactor(nn.Linear):
@@ -39,7 +41,6 @@ class LocalFactor(nn.Linear):
 class Backend:
     """Which class fills each leaf of a spec; the specs are the same code for every backend."""
 
-    name: str
     factor: Callable[..., Any]
     """A or B on local shapes, no communication: `(in, out, *, config, name)`."""
     column_linear: Callable[..., Any]
@@ -65,63 +66,50 @@ class LayerPlan:
     tp_group: dist.ProcessGroup
 
 
-def _keep(weight: torch.Tensor) -> torch.Tensor:
+def keep_weight(weight: torch.Tensor) -> torch.Tensor:
     """Stock linears call this in place of an initialisation."""
     return weight
 
 
 class LowRankPair(MegatronModule):
-    """One role as a pair: y = c3(B c2(sigma(c1(A x)))) + bias, with x already through c0.
+    """The weights of one role's pair, A [R, in] and B [out, R], cut over ranks as the placement table says.
 
-    Args:
-        role: One of the seven projections.
-        plan: Of the layer.
-        config: megatron-core's.
-
-    Weights per rank: A [R, in] and B [out, R], each cut along the axis that the placement table names.
+    It computes nothing: the stages of a group run over the pairs of all its roles, because a placement may share one
+    reduction among them, and what is kept for backward lies between two stages.
     """
 
     def __init__(self, role: Role, plan: LayerPlan, config: TransformerConfig) -> None:
         super().__init__(config)
         width_in, width_out = plan.model.role_widths(role)
         self.rank = plan.lowrank.rank_of(plan.layer, role, plan.model.hidden_size)
-        self.role, self.cells, self.tp_group = role, pair_plan(plan, role), plan.tp_group
-        self.sigma_name = plan.lowrank.sigma
-        self.sigma = activation_by_name(self.sigma_name)
+        self.role, self.cells = role, pair_plan(plan.placement, role)
         size = dist.get_world_size(plan.tp_group)
         a_out, a_in = _local((self.rank, width_in), self.cells.a_dim, size)
         b_out, b_in = _local((width_out, self.rank), self.cells.b_dim, size)
         # A before B: the distributed optimizer's buckets follow the order of registration.
-        self.down = plan.backend.factor(a_in, a_out, config=config, name=f"{role}_down")
-        self.up = plan.backend.factor(b_in, b_out, config=config, name=f"{role}_up")
-        mark_parameter(self.down.weight, self.cells.a_dim, config.sequence_parallel)
-        mark_parameter(self.up.weight, self.cells.b_dim, config.sequence_parallel)
+        self.down_proj = plan.backend.factor(a_in, a_out, config=config, name=f"{role}_down_proj")
+        self.up_proj = plan.backend.factor(b_in, b_out, config=config, name=f"{role}_up_proj")
+        mark_parameter(self.down_proj.weight, self.cells.a_dim, config.sequence_parallel)
+        mark_parameter(self.up_proj.weight, self.cells.b_dim, config.sequence_parallel)
         self.bias: nn.Parameter | None = None
         if plan.model.role_has_bias(role):
             width = width_out // size if self.cells.bias_dim == 0 else width_out
             self.bias = nn.Parameter(torch.empty(width, dtype=config.params_dtype, device=current_device()))
             mark_parameter(self.bias, self.cells.bias_dim, config.sequence_parallel)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, B, in (local)] -> [S, B, out (local)] without bias."""
-        latent = apply_op(self.cells.c1, self.down(x), self.tp_group)
-        # sigma sees complete sums only: sigma of a sum is not the sum of sigmas.
-        latent = apply_op(self.cells.c2, self.sigma(latent), self.tp_group)
-        return apply_op(self.cells.c3, self.up(latent), self.tp_group)
-
     def canonical_parts(self) -> list[Part]:
         """A, B and the bias."""
         parts = [
-            Part(key=role_key(self.role, "a"), parameter=self.down.weight, axis=self.cells.a_dim),
-            Part(key=role_key(self.role, "b"), parameter=self.up.weight, axis=self.cells.b_dim),
+            Part(key=role_key(self.role, "a"), parameter=self.down_proj.weight, axis=self.cells.a_dim),
+            Part(key=role_key(self.role, "b"), parameter=self.up_proj.weight, axis=self.cells.b_dim),
         ]
         if self.bias is not None:
             parts.append(Part(key=role_key(self.role, "bias"), parameter=self.bias, axis=self.cells.bias_dim))
         return parts
 
     def extra_repr(self) -> str:
-        """Role, rank and activation."""
-        return f"{self.role}, rank={self.rank}, sigma={self.sigma_name}"
+        """Role and rank."""
+        return f"{self.role}, rank={self.rank}"
 
 
 class DenseRoles(MegatronModule):
@@ -131,12 +119,13 @@ class DenseRoles(MegatronModule):
         super().__init__(config)
         self.roles, self.tp_group = roles, plan.tp_group
         widths = [plan.model.role_widths(role) for role in roles]
-        self.kind = GROUP_KIND[roles[0]]
+        self.kind = ROLE_TABLE[roles[0]].kind
         size = dist.get_world_size(plan.tp_group)
         self.widths = [out // size if self.kind == "column" else out for _, out in widths]
         has_bias = plan.model.role_has_bias(roles[0])
         shared: dict[str, Any] = {
-            "config": config, "init_method": _keep, "bias": has_bias, "is_expert": False, "tp_group": plan.tp_group,
+            "config": config, "init_method": keep_weight, "bias": has_bias, "is_expert": False,
+            "tp_group": plan.tp_group,
         }  # fmt: skip
         inputs, outputs = widths[0][0], sum(out for _, out in widths)
         if self.kind == "column":
@@ -171,17 +160,19 @@ class LinearGroup(MegatronModule):
     """The roles that share one input; base of the four slots' classes.
 
     Called by megatron-core with two global sizes and keywords of its own, which differ between versions; everything of
-    ours is in `lr_plan`.
+    ours is in `lr_plan`. The work goes in three stages over all low-rank roles: `latents`, `activate`, `outputs`.
     """
 
-    roles: tuple[Role, ...] = ()
+    slot: str
 
     def __init__(self, *sizes: int, config: TransformerConfig, lr_plan: LayerPlan, **kwargs: Any) -> None:
         super().__init__(config)
         if kwargs.get("is_expert"):
             raise ValueError("low-rank linears: found is_expert=True, allowed: False (experts are not supported)")
         self.plan = lr_plan
-        dense = tuple(r for r in self.roles if lr_plan.lowrank.is_dense(lr_plan.layer, r))
+        self.roles = roles_of_slot(self.slot)
+        self.sigma = activation_by_name(lr_plan.lowrank.sigma)
+        dense = tuple(role for role in self.roles if lr_plan.lowrank.is_dense(lr_plan.layer, role))
         self.dense = DenseRoles(dense, lr_plan, config) if dense else None
         self.pairs = nn.ModuleDict({r: LowRankPair(r, lr_plan, config) for r in self.roles if r not in dense})
 
@@ -189,21 +180,37 @@ class LinearGroup(MegatronModule):
         """The roles of this group that are pairs."""
         return cast("Iterator[tuple[Role, LowRankPair]]", iter(self.pairs.items()))
 
-    def project(self, x: torch.Tensor) -> tuple[dict[Role, torch.Tensor], torch.Tensor | None]:
-        """Outputs by role without the row bias, and the dense row bias."""
-        outputs: dict[Role, torch.Tensor] = {}
-        bias = None
-        if self.dense is not None:
-            values, bias = self.dense(x)
-            outputs.update(zip(self.dense.roles, values, strict=True))
+    def latents(self, x: torch.Tensor) -> ByRole:
+        """z = c1(A c0(x)) of each role, complete sums: sigma of a sum is not the sum of sigmas."""
         inputs: dict[Op, torch.Tensor] = {}
+        latents: ByRole = {}
         for role, pair in self.low_rank_roles():
             # Roles with the same c0 share one collective.
             op = pair.cells.c0
             if op not in inputs:
                 inputs[op] = apply_op(op, x, self.plan.tp_group)
-            outputs[role] = pair(inputs[op])
-        return outputs, bias
+            latents[role] = apply_op(pair.cells.c1, pair.down_proj(inputs[op]), self.plan.tp_group)
+        return latents
+
+    def activate(self, latents: ByRole) -> ByRole:
+        """h = sigma(z) of each role (CoLA eq. 3)."""
+        return {role: self.sigma(latent) for role, latent in latents.items()}
+
+    def outputs(self, latents: ByRole) -> ByRole:
+        """y = c3(B c2(h)) of each role, without bias."""
+        outputs: ByRole = {}
+        for role, pair in self.low_rank_roles():
+            latent = apply_op(pair.cells.c2, latents[role], self.plan.tp_group)
+            outputs[role] = apply_op(pair.cells.c3, pair.up_proj(latent), self.plan.tp_group)
+        return outputs
+
+    def project(self, x: torch.Tensor) -> tuple[ByRole, torch.Tensor | None]:
+        """Outputs of all roles without the bias of pairs, and the dense row bias."""
+        outputs = self.outputs(self.activate(self.latents(x)))
+        if self.dense is None:
+            return outputs, None
+        values, bias = self.dense(x)
+        return {**outputs, **dict(zip(self.dense.roles, values, strict=True))}, bias
 
     def canonical_parts(self) -> list[Part]:
         """Parts of every role."""
@@ -216,11 +223,7 @@ class LinearGroup(MegatronModule):
         """Sharded state with one canonical key per role and factor, the same for every placement."""
         live = {id(parameter): name for name, parameter in self.named_parameters()}
         named = [(prefix + live[id(part.parameter)], part) for part in self.canonical_parts()]
-        path = ROLE_MODULE[self.roles[0]][0]
-        return sharded_parts(named, layer_prefix(prefix, path), metadata, self.plan.tp_group)
-
-    def backward_dw(self) -> None:
-        """Nothing is delayed."""
+        return sharded_parts(named, layer_prefix(prefix, self.slot), metadata, self.plan.tp_group)
 
 
 class ColumnGroup(LinearGroup):
@@ -238,13 +241,13 @@ class ColumnGroup(LinearGroup):
 class QKVGroup(ColumnGroup):
     """Slot `linear_qkv`."""
 
-    roles = ("q", "k", "v")
+    slot = "self_attention.linear_qkv"
 
 
 class GateUpGroup(ColumnGroup):
     """Slot `linear_fc1`."""
 
-    roles = ("gate", "up")
+    slot = "mlp.linear_fc1"
 
 
 class RowGroup(LinearGroup):
@@ -260,20 +263,13 @@ class RowGroup(LinearGroup):
 class OutGroup(RowGroup):
     """Slot `linear_proj`."""
 
-    roles = ("o",)
+    slot = "self_attention.linear_proj"
 
 
 class DownGroup(RowGroup):
     """Slot `linear_fc2`."""
 
-    roles = ("down",)
-
-
-def pair_plan(plan: LayerPlan, role: Role) -> PairPlan:
-    """Cells of the placement table for a pair of this role."""
-    pairs = PLACEMENTS[plan.placement].pairs
-    assert pairs is not None, f"placement {plan.placement} holds dense matrices only; RunConfig refuses this"
-    return pairs[GROUP_KIND[role]]
+    slot = "mlp.linear_fc2"
 
 
 def _local(shape: tuple[int, int], axis: int | None, size: int) -> tuple[int, int]:
@@ -282,8 +278,3 @@ def _local(shape: tuple[int, int], axis: int | None, size: int) -> tuple[int, in
         assert sides[axis] % size == 0, f"{shape} is not divisible by {size} along {axis}; RunConfig refuses this"
         sides[axis] //= size
     return sides[0], sides[1]
-
-
-def gated(gate: torch.Tensor, up: torch.Tensor, keep: bool) -> torch.Tensor:
-    """silu(gate) * up (`mlp_activation: keep`) or gate * up (`drop`)."""
-    return (functional.silu(gate) if keep else gate) * up

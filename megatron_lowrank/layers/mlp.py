@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional
 
-from megatron_lowrank.layers.linear import LayerPlan, gated
+from megatron_lowrank.layers.linear import LayerPlan
 
 
 class LowRankMLP(MegatronModule):
@@ -28,19 +28,8 @@ class LowRankMLP(MegatronModule):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[S/t, B, H] -> ([S/t, B, H], bias not added yet or None)."""
         gate, up = self.linear_fc1(x)
-        return self.linear_fc2(gated(gate, up, self.keep))  # type: ignore[no-any-return]
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> ShardedStateDict:
-        """Sharded state of both groups."""
-        return {
-            **self.linear_fc1.sharded_state_dict(f"{prefix}linear_fc1.", sharded_offsets, metadata),
-            **self.linear_fc2.sharded_state_dict(f"{prefix}linear_fc2.", sharded_offsets, metadata),
-        }
-
-    def backward_dw(self) -> None:
-        """Nothing is delayed."""
+        gate = functional.silu(gate) if self.keep else gate
+        return self.linear_fc2(gate * up)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """What becomes of the SiLU."""

@@ -20,6 +20,7 @@ from megatron_lowrank.config.activations import activation_by_name
 from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.names import EMBEDDING, FINAL_NORM, OUTPUT, canonical_parameters, role_key
+from megatron_lowrank.roles import Role
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -69,7 +70,7 @@ def low_rank_linear(x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, activa
     return y if bias is None else y + bias
 
 
-def projection(lowrank: LowRankConfig, tensors: Mapping[str, Tensor], layer: int, role: str, x: Tensor) -> Tensor:
+def projection(lowrank: LowRankConfig, tensors: Mapping[str, Tensor], layer: int, role: Role, x: Tensor) -> Tensor:
     """One of the seven projections of a layer, low-rank or dense, from canonical tensors."""
     prefix = f"decoder.layers.{layer}."
     if lowrank.is_dense(layer, role):  # type: ignore[arg-type]

@@ -42,13 +42,11 @@ class Console:
         if self._bar is not None:
             self._bar.update()
 
-    def step(self, line: dict[str, Any], consumed_rows: int, skipped: int) -> None:
+    def step(self, line: dict[str, Any]) -> None:
         """Reports a training step.
 
         Args:
             line: As written to metrics.jsonl.
-            consumed_rows: Rows of the run so far.
-            skipped: Steps of this process whose update megatron-core left out.
         """
         clock = line["time"]
         if self._bar is not None:
@@ -57,10 +55,11 @@ class Console:
             )
             return
         norm = line["grad_norm"]
-        # Order and wording of Megatron-LM up to the number of skipped iterations; what follows is ours.
+        # Order and wording of Megatron-LM up to the number of nan iterations; what follows is ours. Loss scale and both
+        # numbers are constant: there is no fp16, and a step that is not finite ends the run.
         parts = [
             f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {line['step']:8d}/{self._steps:8d}",
-            f"consumed samples: {consumed_rows:12d}",
+            f"consumed samples: {line['consumed_rows']:12d}",
             f"elapsed time per iteration (ms): {clock['seconds'] * 1000:.1f}",
             f"throughput per GPU (TFLOP/s/GPU): {clock['tflops_actual']:.4g}",
             f"learning rate: {line['learning_rate']:.6E}",
@@ -68,7 +67,7 @@ class Console:
             f"lm loss: {line['loss']:.6E}",
             "loss scale: 1.0",
             f"grad norm: {norm:.3f}",
-            f"number of skipped iterations: {skipped:3d}",
+            "number of skipped iterations:   0",
             "number of nan iterations:   0",
             f"dense-equivalent throughput (TFLOP/s/GPU): {clock['tflops_dense_equivalent']:.4g}",
             f"tokens per second: {clock['tokens_per_second']:.0f}",
@@ -80,7 +79,7 @@ class Console:
 
     def evaluation(self, step: int, loss: float, perplexity: float, entropy: float | None) -> None:
         """Reports an evaluation, beside the loss of a model that knows token frequencies only."""
-        reference = "" if entropy is None else f" | unigram entropy of the training text: {entropy:.6E}"
+        reference = "" if entropy is None else f" | unigram entropy of the whole text: {entropy:.6E}"
         self.say(
             f" validation loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E}"
             f"{reference} |"

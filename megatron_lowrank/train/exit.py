@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowrank.config import TrainConfig
-from megatron_lowrank.train.step import compute_device
+from megatron_lowrank.layers.canonical import current_device
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """SIGTERM is sent by Slurm before a kill and by torchrun; SIGUSR1 is what `#SBATCH --signal` usually asks for."""
@@ -74,7 +74,7 @@ class ExitRequests:
                 mine = max(mine, _TRIGGER)
         if train.exit_interval is not None and step % train.exit_interval == 0:
             mine = max(mine, _INTERVAL)
-        agreed = torch.tensor(mine, dtype=torch.int64, device=compute_device())
+        agreed = torch.tensor(mine, dtype=torch.int64, device=current_device())
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         code = int(agreed)
         if code == _TRIGGER and dist.get_rank() == 0:

@@ -1,25 +1,26 @@
-"""How a run fails: the same error on every rank, one line on the terminal, an exit code that says whose fault it was.
+"""How a process of a run ends: one line on the terminal, an exit code that says whose fault it was, and at once.
 
-Two kinds of failure need different care. In a phase without collectives (reading the config, opening data, making a
-folder) an error on one rank would leave the others waiting: `agreed` turns it into the same error on all of them. In
-the middle of training the group may be broken, and all that is left is to leave at once so that the peers' connections
-close too; `run_program` does that and lets one rank speak.
+Errors that all ranks share are `checkpoint.agree`'s. In the middle of training the group may be broken, and all that is
+left is to leave so that the peers' connections close too; `run_program` does that and lets one rank speak, settled
+through the rendezvous store.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
-USER_MISTAKE, FAILED, DIVERGED, INTERRUPTED = 2, 1, 3, 130
-"""Exit codes: the config, a path or the launch is wrong; something broke; the loss diverged; Ctrl-C."""
+from megatron_lowrank.checkpoint.agree import FAILED, AgreedError
+
+DIVERGED, INTERRUPTED = 3, 130
+"""Exit codes beside those of `checkpoint.agree`: the loss diverged; Ctrl-C."""
 
 DEBUG = "MEGATRON_LOWRANK_DEBUG"
 """Set to 1, this environment variable shows tracebacks."""
@@ -28,70 +29,8 @@ _LOST_PEER = ("closed by peer", "connection reset", "broken pipe", "connection r
 _store: list[Any] = []
 
 
-class AgreedError(Exception):
-    """An error that every rank raises together; rank 0 prints it."""
-
-    def __init__(self, message: str, code: int = USER_MISTAKE) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 class LaunchError(AgreedError):
     """A rank could not start, or did not meet the others; each rank that sees it says so once."""
-
-
-def agree(error: Exception | None) -> None:
-    """Raises on every rank when `error` is not None on any of them; a collective over the whole world.
-
-    Args:
-        error: This rank's, or None.
-
-    Raises:
-        AgreedError: holds the error of the lowest failing rank; its code is 2 for a ValueError or OSError, else 1.
-    """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world == 1:
-        if error is not None:
-            raise as_agreed(error) from error
-        return
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    failed = torch.tensor(int(error is not None), device=device)
-    dist.all_reduce(failed)
-    if not int(failed):
-        return
-    seen: list[tuple[str, int] | None] = [None] * world
-    agreed = None if error is None else as_agreed(error)
-    dist.all_gather_object(seen, None if agreed is None else (str(agreed), agreed.code))
-    rank = next(rank for rank, found in enumerate(seen) if found is not None)
-    found = seen[rank]
-    assert found is not None
-    message, code = found
-    everywhere = all(other == found for other in seen)
-    raise AgreedError(message if everywhere else f"rank {rank} of {world}: {message}", code) from error
-
-
-@contextmanager
-def agreed() -> Iterator[None]:
-    """Runs a local phase, one without collectives, and raises its error on every rank.
-
-    Raises:
-        AgreedError: see `agree`.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    agree(error)
-
-
-def as_agreed(error: Exception) -> AgreedError:
-    """The error in a form that a program ends with; code 2 for a ValueError, OSError or ImportError, else 1."""
-    if isinstance(error, AgreedError):
-        return error
-    if isinstance(error, (ValueError, OSError, ImportError)):
-        return AgreedError(str(error), USER_MISTAKE)
-    return AgreedError(f"{type(error).__name__}: {error}", FAILED)
 
 
 def speak_through(store: Any) -> None:
@@ -126,6 +65,9 @@ def run_program(name: str, main: Callable[[list[str]], Any], arguments: list[str
         with suppress(Exception):  # a closed pipe must not hide the exit code
             output.flush()
     if code:
+        # The writer of checkpoints keeps a helper process for the next save, which would outlive this one for ever.
+        for child in multiprocessing.active_children():
+            child.kill()
         os._exit(code)
     sys.exit(0)
 

@@ -11,38 +11,20 @@ out/
 
 from __future__ import annotations
 
-import json
-import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_lowrank import __version__, compat
+from megatron_lowrank import disk
+from megatron_lowrank.compat import versions
 from megatron_lowrank.config import RunConfig
+from megatron_lowrank.messages import differences, some
 
 RUN_CONFIG = "run_config.json"
-_PACKAGES = ("numpy", "tokenizers", "sentencepiece", "safetensors", "tensorboard", "transformer_engine")
 
 
 def checkpoint_folder(run: RunConfig) -> Path:
     """Where the run's checkpoints go."""
     return Path(run.checkpoint.folder or Path(run.out) / "checkpoints")
-
-
-def versions() -> dict[str, str]:
-    """Versions that may change a result; of packages, those that are installed."""
-    found = {
-        "megatron_lowrank": __version__, "megatron_core": compat.megatron_core_version(), "torch": torch.__version__,
-        "python": platform.python_version(),
-    }  # fmt: skip
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def open_folder(run: RunConfig, facts: dict[str, Any]) -> list[str]:
@@ -62,27 +44,25 @@ def open_folder(run: RunConfig, facts: dict[str, Any]) -> list[str]:
     folder = Path(run.out)
     folder.mkdir(parents=True, exist_ok=True)
     path, changes = folder / RUN_CONFIG, []
-    if path.exists():
-        try:
-            old = json.loads(path.read_text())
-            config, architecture = old["config"], old["architecture"]
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"out: {path} is damaged ({error!r}); remove it or choose another --out") from error
-        differ = _differences(architecture, json.loads(json.dumps(run.architecture())))
-        if differ:
-            raise ValueError(
-                f"out: {folder} holds a run of another architecture ({'; '.join(differ[:5])}"
-                f"{f'; and {len(differ) - 5} more' if len(differ) > 5 else ''}); choose another --out"
-            )
-        changes = _differences(_flat(config), _flat(run.to_dict()))
-        changes += [f"version of {line}" for line in _differences(old.get("versions", {}), versions())]
     record = {
         "config": run.to_dict(), "digest": run.digest(), "architecture": run.architecture(), "versions": versions(),
         **facts,
     }  # fmt: skip
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    temporary.replace(path)
+    if path.exists():
+        try:
+            old = disk.read_json(path)
+            config, architecture = old["config"], old["architecture"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"out: {path} is damaged ({error!r}); remove it or choose another --out") from error
+        if differ := differences(architecture, record["architecture"]):
+            raise ValueError(
+                f"out: {folder} holds a run of another architecture ({some(differ, 5, '; ')}); choose another --out"
+            )
+        changes = differences(_flat(config), _flat(record["config"]))
+        changes += differences(
+            old.get("versions", {}), record["versions"], "version of {name}: {old} before, {new} now"
+        )
+    disk.write_json(path, record)
     return changes
 
 
@@ -94,8 +74,3 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
-
-
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return [f"{name}: {old.get(name)} before, {new.get(name)} now" for name in names]

@@ -15,8 +15,8 @@ from torch import nn
 from megatron_lowrank.checkpoint import load_checkpoint, read_run_config
 from megatron_lowrank.config import ParallelConfig, RunConfig
 from megatron_lowrank.data.tokenizers import Tokenizer, load_tokenizer
+from megatron_lowrank.layers.canonical import current_device
 from megatron_lowrank.model import build_model
-from megatron_lowrank.train.step import compute_device
 
 
 def single_process(run: RunConfig) -> RunConfig:
@@ -109,7 +109,7 @@ def last_logits(model: Any, ids: Sequence[int], run: RunConfig) -> torch.Tensor:
     t = run.parallel.tensor_parallel_size
     # Sequence parallelism cuts the length into t. What is added on the right is behind every id, so causality hides it.
     padded = -(-len(ids) // t) * t
-    tokens = torch.zeros(1, padded, dtype=torch.int64, device=compute_device())
+    tokens = torch.zeros(1, padded, dtype=torch.int64, device=current_device())
     tokens[0, : len(ids)] = torch.tensor(ids)
     logits = model(tokens, torch.arange(padded, device=tokens.device)[None], None)
     last = gather_from_tensor_model_parallel_region(logits[0, len(ids) - 1 :][:1].contiguous())

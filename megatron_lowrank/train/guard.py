@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from megatron_lowrank.train.failure import DIVERGED, AgreedError
+from megatron_lowrank.checkpoint.agree import AgreedError
+from megatron_lowrank.train.failure import DIVERGED
 
 _MEMORY, _WARM_UP = 0.9, 20
 

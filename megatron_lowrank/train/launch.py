@@ -6,10 +6,10 @@ to replace first. This file therefore imports it inside functions only.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -22,9 +22,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from megatron_lowrank import compat
+from megatron_lowrank.checkpoint.agree import FAILED, AgreedError, as_agreed
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.platform import cpu
-from megatron_lowrank.train.failure import FAILED, AgreedError, LaunchError, as_agreed, speak_through
+from megatron_lowrank.train.failure import LaunchError, speak_through
+from megatron_lowrank.train.notices import report_warnings
 
 _MEETING_SECONDS = 600  # to wait for ranks before the config, which holds the user's limit, is known to be good
 
@@ -88,7 +90,7 @@ def launched(read_config: Callable[[], RunConfig], world: World | None = None) -
         LaunchError: the ranks did not meet.
     """
     run: RunConfig | None = None
-    error: Exception | None = None
+    error: AgreedError | None = None
     try:
         world = World.from_environment() if world is None else world
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if world.rank else sys.stdout):
@@ -96,15 +98,16 @@ def launched(read_config: Callable[[], RunConfig], world: World | None = None) -
         run.check_world(world.size)
         device = choose_device(run, world)
     except Exception as caught:
+        error = as_agreed(caught)
         if world is None:
-            raise LaunchError(str(caught)) from caught
+            raise LaunchError(str(error), error.code) from caught
         if world.size == 1:
-            raise as_agreed(caught) from caught
-        error = caught
+            raise error from caught
     seconds = run.parallel.distributed_timeout_seconds if run is not None else _MEETING_SECONDS
     store = _meet(world, error, timedelta(seconds=seconds))
     assert run is not None and world is not None
     speak_through(store)
+    report_warnings(world.rank, store)
     prepare_device(run, world, device)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
@@ -140,8 +143,6 @@ def choose_device(run: RunConfig, world: World) -> str:
 def prepare_device(run: RunConfig, world: World, device: str) -> None:
     """Settings that have to precede CUDA, the process groups and the import of megatron-core."""
     compat.silence_known_notices()
-    if world.rank:
-        warnings.simplefilter("ignore")  # a repetition of rank 0's
     if run.parallel.tensor_parallel_size > 1:
         # Orders compute behind communication on a GPU. On a CPU it does nothing, but megatron-core warns without it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -155,6 +156,8 @@ def prepare_device(run: RunConfig, world: World, device: str) -> None:
         torch.cuda.set_device(world.local_rank)
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Transformer Engine's; where the user has set it to 1, megatron-core refuses its deterministic mode.
+        os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     torch.use_deterministic_algorithms(run.train.deterministic)
     # Filling costs a pass over memory and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -187,11 +190,11 @@ def stop_model_parallel() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _meet(world: World, error: Exception | None, timeout: timedelta) -> Any:
+def _meet(world: World, error: AgreedError | None, timeout: timedelta) -> Any:
     """Waits in the store for every rank to say whether it can run.
 
     Raises:
-        AgreedError: a rank cannot; its words.
+        AgreedError: a rank cannot; its words and its exit code.
         LaunchError: not every rank came.
     """
     if world.size == 1:
@@ -200,7 +203,7 @@ def _meet(world: World, error: Exception | None, timeout: timedelta) -> Any:
         store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timeout)))
         store.set_timeout(timeout)
         if error is not None:
-            store.set(f"error/{world.rank}", str(error))
+            store.set(f"error/{world.rank}", json.dumps([str(error), error.code]))
             if store.add("failed", 1) == 1:
                 store.set("error", f"{world.rank}")
         if store.add("arrived", 1) == world.size:
@@ -210,7 +213,7 @@ def _meet(world: World, error: Exception | None, timeout: timedelta) -> Any:
         if not failed:
             return store
         first = int(store.get("error"))
-        message = store.get(f"error/{first}").decode()
+        message, code = json.loads(store.get(f"error/{first}"))
         if store.add("left", 1) == world.size:
             store.set("all_left", "yes")
         if world.rank == 0:  # rank 0 may be the one that serves the store
@@ -221,4 +224,4 @@ def _meet(world: World, error: Exception | None, timeout: timedelta) -> Any:
             f"rank {world.rank} of {world.size} did not meet the others at {place} within "
             f"{timeout.total_seconds():.0f} s: {str(lost).splitlines()[0]}", FAILED
         ) from lost  # fmt: skip
-    raise AgreedError(message if failed == world.size else f"rank {first} of {world.size}: {message}")
+    raise AgreedError(message if failed == world.size else f"rank {first} of {world.size}: {message}", code)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -16,32 +14,24 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_lowrank.checkpoint import latest, load_checkpoint, save_checkpoint
-from megatron_lowrank.checkpoint.agree import on_rank_0
+from megatron_lowrank.checkpoint import save_checkpoint
+from megatron_lowrank.checkpoint.agree import agreed, on_rank_0
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.data.datasets import build_datasets, data_tokenizer
 from megatron_lowrank.data.loader import Loader
 from megatron_lowrank.data.tokenizers import Tokenizer, check_vocabulary
 from megatron_lowrank.model import build_model
-from megatron_lowrank.train.batch import batch_rows, rows_after
+from megatron_lowrank.train.batch import Batches
 from megatron_lowrank.train.console import Console
 from megatron_lowrank.train.evaluate import EvalResult, evaluate
 from megatron_lowrank.train.exit import ExitRequests, signals_survived
-from megatron_lowrank.train.failure import FAILED, AgreedError, agreed
 from megatron_lowrank.train.folder import checkpoint_folder, open_folder
 from megatron_lowrank.train.guard import Guard
 from megatron_lowrank.train.metrics import Metrics
-from megatron_lowrank.train.optimizer import (
-    apply_config,
-    build_optimizer,
-    build_scheduler,
-    gathered_parameters,
-    wrap_for_ddp,
-)
+from megatron_lowrank.train.optimizer import build_optimizer, build_scheduler, gathered_parameters, wrap_for_ddp
+from megatron_lowrank.train.origin import Origin, find_origin, load_origin
 from megatron_lowrank.train.step import StepResult, train_step
 from megatron_lowrank.train.summary import describe_run, unigram_entropy
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -61,9 +51,13 @@ class Job:
     validation: Loader | None
     """Validation rows, or None."""
     entropy: float | None
-    """Unigram entropy of the training text in nats per token, if its sidecar tells."""
+    """Unigram entropy of the whole text in nats per token, if its sidecar tells."""
     guard: Guard
     """Watches the loss."""
+    origin: Origin
+    """Where the run begins; `load` takes it from there."""
+    batches: Batches
+    """Rows of each step."""
     step: int = 0
     """Optimizer steps done."""
     checkpoint: Path | None = None
@@ -89,38 +83,39 @@ class RunResult:
 
 
 def build(run: RunConfig) -> Job:
-    """Opens the data and the run's folder, builds model, optimizer and scheduler, and prints what they are.
+    """Finds where the run begins, opens the data and the run's folder, builds model, optimizer and scheduler.
+
+    Prints what they are.
 
     Args:
         run: The run; model parallelism is initialised for it.
 
     Raises:
-        AgreedError: data, tokenizer or folder are not usable, or the schedule is impossible.
+        AgreedError: data, tokenizer, checkpoint or folder are not usable, or the schedule is impossible.
     """
     say, t = _say, run.train
-    with warnings.catch_warnings(record=True) as notes, agreed():
-        warnings.simplefilter("always")
+    origin = find_origin(run)
+    batches = origin.batches_of(t)
+    with agreed():
         tokenizer = data_tokenizer(run.data)
         run = _resolved(run, tokenizer)
         check_vocabulary(tokenizer, run.model.vocab_size)
         datasets = build_datasets(
             run.data, sequence_length=t.sequence_length, vocab_size=run.model.vocab_size, eod=tokenizer.eod,
-            train_rows=rows_after(t, t.steps), valid_rows=t.eval_rows, pad=tokenizer.pad,
+            train_rows=batches.rows_after(max(t.steps, origin.step)), valid_rows=t.eval_rows, pad=tokenizer.pad,
             cache=str(Path(run.out) / "cache"),
         )  # fmt: skip
         assert datasets.train is not None
-    for note in {str(note.message): None for note in notes if issubclass(note.category, UserWarning)}:
-        say(f"warning: {note}")
     facts = {"world_size": dist.get_world_size(), "data": datasets.train.description, "tokenizer": tokenizer.identity()}
-    changes = _or_fail(lambda: on_rank_0(lambda: open_folder(run, facts), what="the run's folder"))
+    changes = on_rank_0(lambda: open_folder(run, facts), what="the run's folder")
     for change in changes:
         say(f"changed since the last start in {run.out}: {change}")
     models = build_model(run)
-    say(describe_run(run, models[0], datasets, tokenizer))
+    say(describe_run(run, models, datasets, tokenizer))
     chunks = wrap_for_ddp(run, models)
     optimizer = build_optimizer(run, chunks)
     with agreed():
-        scheduler = build_scheduler(run, optimizer)
+        scheduler = build_scheduler(run, optimizer, batches)
     place = {
         "micro_batch_size": t.micro_batch_size,
         "data_parallel_rank": parallel_state.get_data_parallel_rank(),
@@ -130,40 +125,33 @@ def build(run: RunConfig) -> Job:
         run=run, chunks=chunks, optimizer=optimizer, scheduler=scheduler,
         loader=Loader(datasets.train, **place, prefetch=True),
         validation=None if datasets.valid is None else Loader(datasets.valid, **place),
-        entropy=unigram_entropy(run), guard=Guard(t.spike_factor),
+        entropy=unigram_entropy(run), guard=Guard(t.spike_factor), origin=origin, batches=batches,
     )  # fmt: skip
 
 
 def load(job: Job) -> None:
-    """Resumes from the run's own checkpoints, else starts from `checkpoint.load`, else from initial weights.
-
-    The run's own come first, so that a job that is started again with the same command goes on.
+    """Takes weights, and when the run resumes everything else, from where `build` has found that it begins.
 
     Raises:
         AgreedError: a checkpoint cannot be read, or belongs to another architecture or other data.
     """
-    run, own = job.run, checkpoint_folder(job.run)
-    found = _or_fail(lambda: on_rank_0(lambda: latest(own), what=f"looking for checkpoints in {own}"))
-    source = run.checkpoint.load if found is None else found
-    weights_only = found is None and run.checkpoint.load_weights_only
-    if source is None:
+    run, origin = job.run, job.origin
+    if origin.source is None:
         _say("starting from initial weights")
         return
-    if found is not None and run.checkpoint.load is not None:
+    if origin.own and run.checkpoint.load is not None:
+        own = checkpoint_folder(run)
         _say(f"checkpoint.load {run.checkpoint.load} is not used: {own} already holds checkpoints of this run")
-    state = _or_fail(
-        lambda: load_checkpoint(source, run, job.chunks, job.optimizer, job.scheduler, weights_only=weights_only)
-    )
-    apply_config(run, job.optimizer, job.scheduler)
-    if weights_only:
-        _say(f"starting from the weights of {source}")
+    state = load_origin(origin, run, job.chunks, job.optimizer, job.scheduler)
+    if origin.weights_only:
+        _say(f"starting from the weights of {origin.source}")
         return
     with agreed():
         job.loader.load_state_dict(state["loader"])
         job.guard.load_state_dict(state["guard"])
-        job.step = int(state["step"])
-    job.checkpoint = found
-    _say(f"resuming from {source} at step {job.step}, {job.loader.consumed_rows} rows consumed")
+        job.step = origin.step
+    job.checkpoint = origin.source if origin.own else None
+    _say(f"resuming from {origin.source} at step {job.step}, {job.loader.consumed_rows} rows consumed")
 
 
 def train(job: Job) -> RunResult:
@@ -209,7 +197,7 @@ def train(job: Job) -> RunResult:
 
 
 def _one_step(job: Job) -> StepResult:
-    rows = batch_rows(job.run.train, job.loader.consumed_rows)
+    rows = job.batches.rows_of(job.loader.consumed_rows)
 
     def check(loss: float, grad_norm: float) -> None:
         job.guard.check(job.step + 1, loss, grad_norm, job.checkpoint)
@@ -231,12 +219,13 @@ def _evaluate(job: Job) -> EvalResult:
 def _save(job: Job, say: Callable[[str], None]) -> None:
     if not job.run.checkpoint.save:
         return
-    state = {"step": job.step, "loader": job.loader.state_dict(), "guard": job.guard.state_dict()}
+    state = {
+        "step": job.step, "loader": job.loader.state_dict(), "guard": job.guard.state_dict(),
+        "batches": job.batches.state(),
+    }  # fmt: skip
     folder = checkpoint_folder(job.run)
     with gathered_parameters(job.chunks), signals_survived():
-        job.checkpoint = _or_fail(
-            lambda: save_checkpoint(folder, job.step, job.run, job.chunks, job.optimizer, job.scheduler, state), FAILED
-        )
+        job.checkpoint = save_checkpoint(folder, job.step, job.run, job.chunks, job.optimizer, job.scheduler, state)
     say(f"saved {job.checkpoint}")
 
 
@@ -244,14 +233,6 @@ def _resolved(run: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """The run with the tokenizer named, so that a checkpoint tells how to read its text without the data."""
     path = None if tokenizer.path is None else os.path.abspath(tokenizer.path)
     return replace(run, data=replace(run.data, tokenizer=tokenizer.kind, tokenizer_path=path))  # type: ignore[arg-type]
-
-
-def _or_fail(step: Callable[[], T], code: int | None = None) -> T:
-    """Runs a step of `checkpoint`, which raises the same error on every rank already, as an AgreedError."""
-    try:
-        return step()
-    except (OSError, ValueError) as error:
-        raise (AgreedError(str(error)) if code is None else AgreedError(str(error), code)) from error
 
 
 def _say(text: str) -> None:

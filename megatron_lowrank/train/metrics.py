@@ -46,12 +46,12 @@ class Metrics:
             rank: This process.
             world_size: All processes.
             first_step: Steps that are done already.
-            entropy: Unigram entropy of the training text in nats, if known.
+            entropy: Unigram entropy of the whole text in nats, if known.
             console: The terminal.
         """
         self._folder, self._interval, self._last = Path(run.out), run.log.interval, run.train.steps
         self._title, self._entropy, self._console = f"{run.preset} ({self._folder.name})", entropy, console
-        self._world_size, self._throughput, self._skipped = world_size, Throughput(run, world_size), 0
+        self._world_size, self._throughput = world_size, Throughput(run, world_size)
         self._file: Any = None
         self._board: Any = None
         if rank:
@@ -73,21 +73,20 @@ class Metrics:
             seconds: Duration.
         """
         self._console.advance()
-        self._skipped += result.skipped
         if step % self._interval and step != self._last:
             return
         rates, (memory_kind, memory_bytes) = self._throughput.rates(result.rows, seconds), peak_memory()
         line = {
             "kind": "train", "step": step, "loss": result.loss, "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm, "global_batch_size": result.rows, "tokens": result.tokens,
-            "consumed_rows": consumed_rows, "skipped": result.skipped,
+            "consumed_rows": consumed_rows,
             "time": {
                 "seconds": seconds, "tokens_per_second": rates.tokens_per_second,
                 "tflops_actual": rates.tflops_actual, "tflops_dense_equivalent": rates.tflops_dense_equivalent,
                 "mfu": rates.mfu, "memory_kind": memory_kind, "memory_bytes": memory_bytes,
             },
         }  # fmt: skip
-        self._console.step(line, consumed_rows, self._skipped)
+        self._console.step(line)
         self._write(line)
         points = {
             "lm loss": result.loss, "learning-rate": result.learning_rate, "grad-norm": result.grad_norm,

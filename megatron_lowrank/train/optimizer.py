@@ -14,14 +14,22 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megatron_lowrank.config import RunConfig
-from megatron_lowrank.train.batch import rows_after
+from megatron_lowrank.train.batch import Batches
 
 
-def wrap_for_ddp(run: RunConfig, models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+def wrap_for_ddp(
+    run: RunConfig, models: Sequence[nn.Module], bucket_size: int | None = None
+) -> list[DistributedDataParallel]:
     """Puts each model chunk into megatron-core's DDP, with fp32 gradient buffers.
 
     The chunks' TransformerConfig, which they share, learns how to finish gradients and how to skip their reduction
     between micro-batches.
+
+    Args:
+        run: The run.
+        models: Chunks of this rank.
+        bucket_size: Parameters per bucket of gradients, where they are reduced while backward runs. Default:
+            megatron-core's.
     """
     parallel = run.parallel
     ddp_config = DistributedDataParallelConfig(
@@ -29,6 +37,7 @@ def wrap_for_ddp(run: RunConfig, models: Sequence[nn.Module]) -> list[Distribute
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=bucket_size,
     )
     config: Any = models[0].config
     chunks = [
@@ -61,11 +70,18 @@ def build_optimizer(run: RunConfig, chunks: list[DistributedDataParallel]) -> Me
     return get_megatron_optimizer(config, chunks, config_overrides={} if o.decay_norms_and_biases else None)
 
 
-def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def build_scheduler(
+    run: RunConfig, optimizer: MegatronOptimizer, batches: Batches | None = None
+) -> OptimizerParamScheduler:
     """Learning rate as a function of the rows consumed, so that it follows a batch-size ramp.
 
-    The config's steps are turned into the rows that those steps consume. Values of a checkpoint never override the
-    config; only its position in the schedule is taken.
+    The config's steps are turned into the rows that those steps consume, or have consumed before a resumption. Values
+    of a checkpoint never override the config; only its position in the schedule is taken.
+
+    Args:
+        run: The run.
+        optimizer: From `build_optimizer`.
+        batches: Rows of the run's steps. Default: of a run that starts.
 
     Raises:
         ValueError: warm-up and decay do not fit into each other.
@@ -85,30 +101,17 @@ def build_scheduler(run: RunConfig, optimizer: MegatronOptimizer) -> OptimizerPa
             f"schedule.wsd_decay_steps: found {tail}, allowed: at most {end - s.warmup_steps}, the steps between "
             "schedule.warmup_steps and the end of the decay"
         )
-    rows = rows_after(train, end)
+    rows_after = (Batches.of(train) if batches is None else batches).rows_after
+    rows = rows_after(end)
     return OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=o.lr, min_lr=o.lr * o.min_lr_ratio,
-        lr_warmup_steps=rows_after(train, s.warmup_steps), lr_decay_steps=rows,
+        lr_warmup_steps=rows_after(s.warmup_steps), lr_decay_steps=rows,
         lr_decay_style="WSD" if s.decay == "wsd" else s.decay,
-        wsd_decay_steps=rows - rows_after(train, end - tail) if s.decay == "wsd" else None,
+        wsd_decay_steps=rows - rows_after(end - tail) if s.decay == "wsd" else None,
         lr_wsd_decay_style=s.wsd_decay,
         start_wd=o.weight_decay, end_wd=o.weight_decay, wd_incr_steps=rows, wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
     )  # fmt: skip
-
-
-def apply_config(run: RunConfig, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
-    """Writes the config's values over those that a checkpoint left in the parameter groups.
-
-    The groups carry the peak learning rate, betas and epsilon of the run that wrote them; without this a changed config
-    would be ignored silently.
-    """
-    o = run.optimizer
-    for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = o.lr, o.lr * o.min_lr_ratio
-        if "betas" in group:
-            group["betas"], group["eps"] = (o.beta1, o.beta2), o.eps
-    scheduler.step(0)
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:

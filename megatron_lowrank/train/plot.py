@@ -11,7 +11,7 @@ def plot_losses(lines: list[dict[str, Any]], entropy: float | None, title: str, 
 
     Args:
         lines: Of metrics.jsonl.
-        entropy: Entropy of the training text's token frequencies in nats, if known.
+        entropy: Entropy of the whole text's token frequencies in nats, if known.
         title: Name of the run.
         path: File to write, through a temporary name.
     """

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron_lowrank.compat import versions
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.data.datasets import Datasets
 from megatron_lowrank.data.files import open_files
 from megatron_lowrank.data.tokenizers import Tokenizer
 from megatron_lowrank.estimate import count_parameters, dense_equivalent
 from megatron_lowrank.model import describe_slots
-from megatron_lowrank.train.folder import versions
 
 
-def describe_run(run: RunConfig, model: nn.Module, datasets: Datasets, tokenizer: Tokenizer) -> str:
+def describe_run(run: RunConfig, models: Sequence[nn.Module], datasets: Datasets, tokenizer: Tokenizer) -> str:
     """Several lines: config, versions, ranks, parameters beside the dense model's, data, and the class in every slot.
+
+    Collective over each pipeline.
 
     Args:
         run: The run.
-        model: First chunk of this rank, not wrapped.
+        models: Chunks of this rank, not wrapped.
         datasets: With training rows.
         tokenizer: Of the data.
     """
@@ -46,12 +50,29 @@ def describe_run(run: RunConfig, model: nn.Module, datasets: Datasets, tokenizer
         f"{0 if valid is None else len(valid):,} validation rows; {tokenizer.kind} tokenizer",
         "throughput counts the FLOPs of the model as configured, attention causal, recomputation left out; "
         "dense-equivalent is what the dense model would have cost",
-        describe_slots(model),
+        _all_slots(models),
     ])  # fmt: skip
 
 
+def _all_slots(models: Sequence[nn.Module]) -> str:
+    """`describe_slots` of every chunk of this rank's pipeline; layers with the same slots share their lines."""
+    stages: list[list[str]] = [[]] * parallel_state.get_pipeline_model_parallel_world_size()
+    dist.all_gather_object(
+        stages, [describe_slots(model) for model in models], group=parallel_state.get_pipeline_model_parallel_group()
+    )
+    layers: dict[str, list[str]] = {}
+    for chunks in zip(*stages, strict=True):  # chunk by chunk, over all stages: the order of the layers
+        for text in "".join(f"{chunk}\n" for chunk in chunks).split("layers ")[1:]:
+            numbers, _, slots = text.rstrip().partition(":\n")
+            layers.setdefault(slots, []).append(numbers)
+    return "\n".join(f"layers {', '.join(numbers)}:\n{slots}" for slots, numbers in layers.items())
+
+
 def unigram_entropy(run: RunConfig) -> float | None:
-    """Entropy of the training text's token frequencies in nats per token, if the sidecar of its one file tells."""
+    """Entropy of the token frequencies of the whole text, validation included, in nats per token.
+
+    None if there are several files, or the one has no sidecar.
+    """
     if len(run.data.blend()) != 1:
         return None  # the counts of a mixture are in no sidecar
     sidecar = open_files(run.data.blend()[0][1]).sidecar

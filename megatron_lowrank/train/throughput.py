@@ -17,13 +17,28 @@ import torch.distributed as dist
 
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.estimate import dense_equivalent, flops_per_step
-from megatron_lowrank.train.step import compute_device
+from megatron_lowrank.layers.canonical import current_device
 
-PEAK_TFLOPS: tuple[tuple[str, float, float], ...] = (
-    ("B200", 2250.0, 1125.0), ("H200", 989.4, 494.7), ("H100", 989.4, 494.7), ("H800", 989.4, 494.7),
-    ("A100", 312.0, 156.0), ("A800", 312.0, 156.0), ("L40S", 362.0, 183.0), ("RTX 4090", 165.2, 82.6),
-)  # fmt: skip
-"""(part of the device's name, dense bf16 TFLOP/s, dense TF32 TFLOP/s) from the vendor's data sheets, SXM variants."""
+PEAK_TFLOPS: dict[str, float] = {
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GH200 120GB": 989.4, "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5,
+    "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 NVL": 835.5, "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA A100-SXM4-40GB": 312.0, "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0, "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA L40S": 362.0, "NVIDIA GeForce RTX 4090": 165.2,
+}  # fmt: skip
+"""Name that the driver gives a device -> dense bf16 TFLOP/s of the vendor's data sheet. Variants of one chip differ, so
+a name counts only as a whole."""
+
+
+def known_peak(device: str, precision: str) -> float | None:
+    """Peak TFLOP/s of a device in a precision, or None.
+
+    fp32 has none here: how fast it may be depends on whether torch is allowed TF32, which is off unless somebody has
+    switched it on.
+    """
+    return PEAK_TFLOPS.get(device) if precision == "bf16" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +75,12 @@ class Throughput:
 
     @cached_property
     def peak_tflops(self) -> float | None:
-        """Peak of one device: the config's, else by the GPU's name; None if neither is known."""
+        """Peak of one device: the config's, else in bf16 by the GPU's name; None if neither is known."""
         if self.run.log.peak_tflops is not None:
             return self.run.log.peak_tflops
         if not torch.cuda.is_available():
             return None
-        name = torch.cuda.get_device_name()
-        for part, bf16, tf32 in PEAK_TFLOPS:
-            if part in name:
-                return bf16 if self.run.train.precision == "bf16" else tf32
-        return None
+        return known_peak(torch.cuda.get_device_name(), self.run.train.precision)
 
     def rates(self, rows: int, seconds: float) -> Rates:
         """Rates of a step over `rows` rows that took `seconds`."""
@@ -93,6 +104,6 @@ def peak_memory() -> tuple[str, int]:
     else:
         size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         kind = "peak process RSS"
-    largest = torch.tensor(size, dtype=torch.int64, device=compute_device())
+    largest = torch.tensor(size, dtype=torch.int64, device=current_device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return kind, int(largest)
