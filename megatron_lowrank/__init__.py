@@ -2,7 +2,8 @@
 
 Reading order (a module imports only from lower ranks; `tests/test_import_order.py` holds the table):
 
-     0  compat.py, platform/   version differences, optional imports, CPU answers to CUDA calls
+     0  compat.py, disk.py, messages.py, platform/
+                               versions and optional imports, files, wording, CPU answers to CUDA calls
      1  roles.py, placement.py, config/, names.py, estimate/
                                the seven projections, how they are cut, what a run is, its parameters and costs
      2  layers/                reference, collectives, canonical parts, init, norm, linears, attention, MLP, layer
