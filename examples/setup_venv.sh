@@ -6,6 +6,12 @@
 # venv is made in FOLDER by $PYTHON (default: python3.11, python3.12, python3, the first that fits). Safe to run twice: an
 # install is skipped while setup.py has not changed.
 
+python_version() { # INTERPRETER -> 3.11, or nothing if it is no Python or an older one
+    local found
+    found=$("$1" -c 'import sys; print("python", "%d.%d" % sys.version_info[:2]) if sys.version_info >= (3, 11) else 0' 2>/dev/null)
+    case $found in "python "*) echo "${found#python }" ;; esac
+}
+
 setup_venv() {
     local folder=$1 extra=${2:-} root target stamp
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,10 +27,10 @@ setup_venv() {
                     echo "setup: found no Python 3.11 or newer; set PYTHON=/path/to/python" >&2
                     return 2
                 fi
-                "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+                [ -n "$(python_version "$base")" ] && break
             done
-        elif ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            echo "setup: PYTHON=$base is not a Python 3.11 or newer" >&2
+        elif [ -z "$(python_version "$base")" ]; then
+            echo "setup: PYTHON=$base: found no Python 3.11 or newer there" >&2
             return 2
         fi
         # A venv of another interpreter (or a half-made one) is made anew.
@@ -41,7 +47,7 @@ setup_venv() {
     if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$PY" -c 'import megatron_lowrank, torch' 2>/dev/null; then
         return 0
     fi
-    echo "setup: installing into $("$PY" -c 'import sys; print(sys.prefix)')"
+    echo "setup: installing into $("$PY" -c 'import sys; print(sys.prefix)'); a few minutes, without output"
     rm -f "$stamp"
     if "$PY" -c 'import torch' 2>/dev/null; then
         # Hold torch at the very version that is there.

@@ -24,3 +24,8 @@ def differences(
     """
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [form.format(name=name, old=old.get(name), new=new.get(name)) for name in names]
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 document`, `2 documents`."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")

@@ -6,9 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source examples/setup_venv.sh
 name=.venv-tests
-if [ -n "${PYTHON:-}" ]; then
-    name=.venv-tests-$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-fi
+[ -z "${PYTHON:-}" ] || name=.venv-tests-$(python_version "$PYTHON")
 setup_venv "$name" dev
 "$PY" -c 'import importlib.metadata as m, platform as p; print("Python", p.python_version(), *(f"{n} {m.version(n)}" for n in ("torch", "megatron-core")))'
 "$PY" -m ruff check .

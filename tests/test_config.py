@@ -121,7 +121,14 @@ BAD: dict[str, tuple[list[str], str]] = {
     "ramp": (["--train.batch_ramp", "[3,2,9]"], "train.batch_ramp: found [3, 2, 9]"),
     "tokenizer": (["--data.tokenizer", "hf"], "data.tokenizer_path: found nothing"),
     "positional": (["cola"], "cola"),
-    "value missing": (["--train.steps"], "train.steps"),
+    "value missing": (["--train.steps"], "train.steps: found no value, allowed: an integer"),
+    "seed": (["--train.seed", "99999999999999999999999"], "train.seed: found 99999999999999999999999, allowed: 0 to"),
+    "shuffle seed": (["--data.shuffle_seed", "-1"], "data.shuffle_seed: found -1, allowed: 0 to"),
+    "beta": (["--optimizer.beta1", "1"], "optimizer.beta1: found 1.0, allowed: at least 0 and less than 1"),
+    "timeout": (["--parallel.distributed_timeout_seconds", "99999999999999"], "allowed: 5 to 604800"),
+    "layers": (["--model.num_layers", "100000000"], "model.num_layers: found 100000000, allowed: 1 to 10000"),
+    "batch": (["--train.global_batch_size", "1000000000000"], "below 1e12"),
+    "out": (["--out", ""], "out: found an empty name"),
 }  # fmt: skip
 
 
@@ -141,6 +148,11 @@ def test_bad_command_lines_give_one_line(case: str) -> None:
     ("a: [", "neither YAML nor JSON"),
     ("model: 3", "model"),
     ("model.num_layers: x", "model.num_layers"),
+    ("model: {num_layers: 3, num_layers: 4}", "the key 'num_layers' is there twice"),
+    ("a: &a [1]\nb: *a", "aliases"),
+    ("out: 2026-01-01", "out holds '2026-01-01', a date"),
+    ("config: other.yaml", "cannot name another file"),
+    ("train: {steps: " + "9" * 5001 + "}", "neither YAML nor JSON"),
 ])  # fmt: skip
 def test_bad_files_name_the_field(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
@@ -166,6 +178,13 @@ def test_data_paths_and_blends(words: list[str], blend: list[tuple[float, str]])
 def test_file_then_flags() -> None:
     with pytest.raises(UsageError, match="cannot read"):
         parse_run(["--config", "/nonexistent.yaml"])
+
+
+@pytest.mark.parametrize("path", ["a", "[0.5, a, 0.5, b]"])
+def test_data_path_in_a_file_is_as_free_as_the_flag(path: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"data: {{path: {path}}}")
+    assert len(parse_run(["--config", str(file)]).data.blend()) in (1, 2)
 
 
 def test_later_wins(tmp_path: Path) -> None:

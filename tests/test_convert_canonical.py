@@ -128,8 +128,9 @@ def test_without_a_name_exchange_the_old_folder_is_renamed_away(
     monkeypatch.setattr("megatron_lowrank.convert.atomic._exchange", lambda first, second: False)
     for content in ("old", "new"):
         with atomic_folder(tmp_path / "a", overwrite=True) as folder:
-            (folder / "file").write_text(content)
-    assert (tmp_path / "a" / "file").read_text() == "new" and os.listdir(tmp_path) == ["a"]
+            (folder / "config.json").touch()
+            (folder / "one.safetensors").write_text(content)
+    assert (tmp_path / "a" / "one.safetensors").read_text() == "new" and os.listdir(tmp_path) == ["a"]
 
 
 def _write_for_ever(folder: Path) -> None:

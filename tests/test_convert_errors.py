@@ -154,11 +154,13 @@ def test_bad_hugging_face_folder(
     for file in ("config.json", "model.safetensors"):
         shutil.copyfile(FIXTURES / "cola_tiny" / file, src / file)
     dst.mkdir()
-    (dst / "kept").touch()
+    for file in ("config.json", "kept.safetensors"):
+        (dst / file).touch()
     damage, code, text = BAD_SOURCES[name]
     damage(src)
     run_and_check(["import-hf", str(src), str(dst), "--overwrite"], code, text, 2, capsys)
-    assert sorted(os.listdir(tmp_path)) == ["dst", "src"] and os.listdir(dst) == ["kept"]
+    assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
+    assert sorted(os.listdir(dst)) == ["config.json", "kept.safetensors"]
     assert not list(tmp_path.rglob("unsafe_pickle_was_executed"))
 
 
@@ -234,6 +236,30 @@ def test_nonfinite_weights_pass_when_asked(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "cola_tiny", tmp_path / "src")
     edit_tensors(tmp_path / "src", lambda tensors: tensors[NORM].__setitem__(0, float("nan")))
     assert main(["import-hf", str(tmp_path / "src"), str(tmp_path / "dst"), "--allow-nonfinite"]) == 0
+
+
+@pytest.mark.parametrize(
+    "names", [("precious.txt",), ("config.json", "notes"), ("COMPLETE", "manifest.json", "__0_0.distcp")]
+)
+def test_overwrite_spares_what_is_no_model(
+    names: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dst = tmp_path / "dst"
+    dst.mkdir()
+    for name in names:
+        (dst / name).touch()
+    for option in ([], ["--overwrite"], ["--overwrite", "--dry-run"]):
+        arguments = ["import-hf", str(FIXTURES / "cola_tiny"), str(dst), *option]
+        run_and_check(arguments, "EXISTS", f"no model folder, found {', '.join(sorted(names))}; ", 2, capsys)
+    assert sorted(os.listdir(dst)) == sorted(names) and os.listdir(tmp_path) == ["dst"]
+
+
+def test_overwrite_replaces_an_empty_folder_and_a_hugging_face_folder(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(FIXTURES / "cola_tiny", tmp_path / "model")
+    for name in ("empty", "model", "model"):
+        assert main(["import-hf", str(FIXTURES / "cola_tiny"), str(tmp_path / name), "--overwrite"]) == 0
+        assert (tmp_path / name / "COMPLETE").is_file()
 
 
 def test_bad_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

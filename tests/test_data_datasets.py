@@ -178,6 +178,11 @@ def test_split_ranges_cover_everything(count: int, shares: list[int]) -> None:
     ranges = [split_range(count, normal, part) for part in range(3)]
     assert [ranges[0][0], ranges[2][1]] == [0, count]
     assert all(a[1] == b[0] and a[0] <= a[1] for a, b in zip(ranges[:-1], ranges[1:], strict=True))
+    if count >= sum(share > 0 for share in shares):
+        assert [first < last for first, last in ranges] == [share > 0 for share in shares]
+    expected = [round(edge * count) for edge in (0, normal[0], normal[0] + normal[1], 1)]
+    if all(a < b or share == 0 for a, b, share in zip(expected[:-1], expected[1:], shares, strict=True)):
+        assert ranges == list(zip(expected[:-1], expected[1:], strict=True)), "megatron-core's"
 
 
 def test_blends_reach_the_weights_and_valid_path_is_its_own(files: tuple[str, str]) -> None:
@@ -288,7 +293,7 @@ def _damage(prefix: str, kind: str) -> None:
         ("bad version", r"x\.idx: found version 2"),
         ("float tokens", r"x\.idx: found version 1 and type code 7, allowed: version 1 and one of"),
         ("no documents", r"x\.idx: empty, found 0 sequences"),
-        ("no tokens", r"x\.bin: empty, found no tokens|x\.idx: empty, found no tokens in 1 documents"),
+        ("no tokens", r"x\.bin: empty, found no tokens|x\.idx: empty, found no tokens in 1 document,"),
         ("damaged marks", r"x\.idx: damaged, found documents from sequence 0 to 1, allowed: rising from 0 to 150"),
         ("large ids", r"x\.bin: found token id 999, allowed: ids below model.vocab_size 400"),
     ],
@@ -315,10 +320,20 @@ def test_prefix_mistakes(files: tuple[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "rows", "message"),
     [
-        ({"split": "100,0,0"}, {"valid_rows": 1}, "data.split '100,0,0', valid: .*holds 0 of 150 documents"),
-        ({"split": "9990,10,0"}, {"valid_rows": 1}, "valid: .*with 0 tokens, allowed: at least 17 tokens"),
+        (
+            {"split": "100,0,0"},
+            {"valid_rows": 1},
+            "data.split '100,0,0', valid: .*holds 0 of 150 documents .*"
+            "; give validation a share with --data.split 80,20,0, or switch it off with --train.eval_rows 0",
+        ),
+        (
+            {"split": "9990,10,0"},
+            {"valid_rows": 1, "sequence_length": 64},
+            "valid: .*holds 1 of 150 documents with .*allowed: at least 65 tokens, one row; give validation more with "
+            "--data.split 80,20,0, name other files with --data.valid_path, or cut long texts with prepare_data --cut-text",
+        ),
         ({"split": "98,0,2", "rows": "document"}, {"valid_rows": 1}, "valid: .*none of two or more tokens"),
-        ({}, {"sequence_length": 100000}, "train: .*allowed: at least 100001 tokens"),
+        ({}, {"sequence_length": 100000}, "train: .*allowed: at least 100001 tokens.*lower --train.sequence_length"),
     ],
 )
 def test_a_part_without_rows(files: tuple[str, str], data: dict[str, Any], rows: dict[str, Any], message: str) -> None:
@@ -338,7 +353,7 @@ def test_tokenizer_of_the_data(files: tuple[str, str], tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="found 'auto', but .*a_text_document.json does not tell, allowed: byte"):
         data_tokenizer(DataConfig(path=(files[0],)))
     assert data_tokenizer(DataConfig(path=(files[0],), tokenizer="byte")).kind == "byte"
-    with pytest.raises(ValueError, match="there is no data"):
+    with pytest.raises(ValueError, match="data.path: found nothing; make token files with tools/prepare_data.py and"):
         data_tokenizer(DataConfig())
 
 

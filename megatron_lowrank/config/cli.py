@@ -128,12 +128,16 @@ def _collect_lists(argv: Sequence[str]) -> list[str]:
 def _read_file(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
+        if len(text) >= 1_000_000:
+            raise UsageError(f"--config: {path} holds {len(text)} characters, allowed: fewer than 1000000")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config: cannot read {path}: {error}") from None
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config: {path} is neither YAML nor JSON: {error}") from None
+        if "*" in text:
+            _refuse_aliases(text, path)
+        values = yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"--config: {path} is neither YAML nor JSON: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -148,11 +152,45 @@ def _flags(values: dict[str, Any]) -> list[str]:
     for key, value in values.items():
         if isinstance(value, dict) and key in SECTIONS:
             flags += _flags({f"{key}.{field}": item for field, item in value.items()})
+        elif key == "config":
+            raise UsageError("--config: a file cannot name another file, found the key 'config'")
         elif key in SECTIONS:
             raise UsageError(f"--config: {key} holds {value!r}, allowed: a mapping of its fields")
         else:
-            flags.append(f"--{key}={value if isinstance(value, str) else json.dumps(value)}")
+            flags.append(f"--{key}={_as_flag(str(key), value)}")
     return flags
+
+
+def _as_flag(key: str, value: Any) -> str:
+    if key in ("data.path", "data.valid_path"):  # one prefix, or numbers in a blend, as natural as in a flag
+        words = value if isinstance(value, list) else [value]
+        return json.dumps([str(word) for word in words])
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"--config: {key} holds {str(value)[:60]!r}, a {type(value).__name__}, allowed: plain values"
+        ) from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML whose keys are all different: the second of two equal keys would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen if isinstance(key.value, str) else False:
+                raise yaml.YAMLError(f"the key {key.value!r} is there twice (line {key.start_mark.line + 1})")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _refuse_aliases(text: str, path: str) -> None:
+    """A few lines of nested aliases can stand for gigabytes; a config needs none."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise UsageError(f"--config: {path} uses YAML aliases (*name), allowed: plain values")
 
 
 def _plain(value: Any) -> Any:
@@ -184,10 +222,13 @@ def _one_line(message: str, argv: Sequence[str]) -> str:
             n for n in names if n.split(".")[-1] == name.split(".")[-1]
         ]
         section = name.split(".")[0]
-        allowed = ", ".join(n for n in names if n.split(".")[0] == section) or "see --help"
+        allowed = ", ".join(n for n in names if n.split(".")[0] == section) or f"--{', --'.join(SECTIONS)} fields"
         hint = f"did you mean --{near[0]}? " if near else ""
         return f"unknown field --{name}; {hint}allowed: {allowed}"
     text = re.sub(r"\s+", " ", message).strip()
+    missing = re.match(r"argument --([\w.]+): expected one argument", text)
+    if missing and missing.group(1).partition(".")[0] in SECTIONS:
+        return f"{missing.group(1)}: found no value, allowed: {_type_in_words(missing.group(1))}"
     found = re.search(r'[Kk]ey "([\w.]+)"', text)
     if found and found.group(1) in names:
         name = found.group(1)

@@ -35,6 +35,8 @@ class DataConfig:
     """Folder for the row index. Default: `cache/` in the run's folder."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.shuffle_seed < 2**32:
+            raise ValueError(f"data.shuffle_seed: found {self.shuffle_seed}, allowed: 0 to {2**32 - 1}")
         self.split_shares()
         for name in ("path", "valid_path"):
             self.blend(name)

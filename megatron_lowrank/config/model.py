@@ -53,8 +53,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "query_groups",
                      "head_dim", "vocab_size", "vocab_multiple", "max_position_embeddings"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}: found {getattr(self, name)}, allowed: a positive integer")
+            limit = 10_000 if name == "num_layers" else 2**31
+            if not 1 <= getattr(self, name) <= limit:
+                raise ValueError(f"model.{name}: found {getattr(self, name)}, allowed: 1 to {limit}")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"model.num_attention_heads: found {self.num_attention_heads}, which does not divide "

@@ -33,9 +33,14 @@ class ParallelConfig:
     """A collective that waits longer than this ends the run on every rank."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "distributed_timeout_seconds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"parallel.{name}: found {getattr(self, name)}, allowed: a positive integer")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if not 1 <= getattr(self, name) <= 100_000:
+                raise ValueError(f"parallel.{name}: found {getattr(self, name)}, allowed: 1 to 100000")
+        if not 5 <= self.distributed_timeout_seconds <= 604_800:
+            raise ValueError(
+                f"parallel.distributed_timeout_seconds: found {self.distributed_timeout_seconds}, allowed: 5 to 604800 "
+                "(a week)"
+            )
         if self.virtual_pipeline_size is not None:
             if self.virtual_pipeline_size < 2:
                 raise ValueError(

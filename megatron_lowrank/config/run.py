@@ -45,6 +45,8 @@ class RunConfig:
     """Reports."""
 
     def __post_init__(self) -> None:
+        if not str(self.out).strip():
+            raise ValueError("out: found an empty name, allowed: a folder")
         self._check_ranks()
         self._check_parallel()
         self._check_lengths()

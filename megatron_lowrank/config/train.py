@@ -29,7 +29,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _positive("optimizer", lr=self.lr, eps=self.eps)
-        _share("optimizer", min_lr_ratio=self.min_lr_ratio, beta1=self.beta1, beta2=self.beta2)
+        _share("optimizer", min_lr_ratio=self.min_lr_ratio)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}: found {getattr(self, name)}, allowed: at least 0 and less than 1")
         _not_negative("optimizer", weight_decay=self.weight_decay, clip_grad=self.clip_grad)
 
 
@@ -96,7 +99,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "sequence_length", "micro_batch_size", "global_batch_size"):
             _positive("train", **{name: getattr(self, name)})
-        _not_negative("train", eval_interval=self.eval_interval, eval_rows=self.eval_rows, seed=self.seed)
+        _not_negative("train", eval_interval=self.eval_interval, eval_rows=self.eval_rows)
+        check_seed("train.seed", self.seed)
         for name in ("exit_interval", "exit_duration_minutes"):
             if getattr(self, name) is not None:
                 _positive("train", **{name: getattr(self, name)})
@@ -160,16 +164,22 @@ class LogConfig:
             raise ValueError(f"log.progress: found {self.progress!r}, allowed: auto, bar, plain")
 
 
+def check_seed(name: str, seed: int) -> None:
+    """Raise a ValueError unless every random generator that a run uses can take this seed."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{name}: found {seed}, allowed: 0 to {2**32 - 1}")
+
+
 def _positive(group: str, **values: float) -> None:
     for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise ValueError(f"{group}.{name}: found {value}, allowed: a positive number")
+        if not 0 < value < 1e12:
+            raise ValueError(f"{group}.{name}: found {value}, allowed: a positive number below 1e12")
 
 
 def _not_negative(group: str, **values: float) -> None:
     for name, value in values.items():
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{group}.{name}: found {value}, allowed: zero or more")
+        if not 0 <= value < 1e12:
+            raise ValueError(f"{group}.{name}: found {value}, allowed: zero or more, below 1e12")
 
 
 def _share(group: str, **values: float) -> None:

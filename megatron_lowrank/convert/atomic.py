@@ -18,6 +18,7 @@ from typing import Any
 from megatron_lowrank import disk
 from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.convert.shards import WrittenShards
+from megatron_lowrank.messages import some
 
 
 def check_destination(dst: Path, src: Path | None, *, overwrite: bool, needed_bytes: int) -> None:
@@ -31,10 +32,7 @@ def check_destination(dst: Path, src: Path | None, *, overwrite: bool, needed_by
         # The source inside the destination is as bad: --overwrite would remove it.
         if source == target or source in target.parents or target in source.parents:
             raise ConvertError("DST_IN_SRC", f"source and destination overlap ({src}, {dst})")
-    if os.path.lexists(dst) and not overwrite:
-        raise ConvertError("EXISTS", f"{dst} exists; --overwrite replaces it")
-    if os.path.lexists(dst) and (dst.is_symlink() or not dst.is_dir()):
-        raise ConvertError("EXISTS", f"{dst} is no folder, --overwrite replaces folders only")
+    _check_existing(dst, overwrite=overwrite)
     if not dst.absolute().parent.is_dir():
         raise ConvertError("MISSING_FILE", f"the parent folder of {dst} does not exist")
     free = shutil.disk_usage(dst.absolute().parent).free
@@ -90,12 +88,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def _check_existing(dst: Path, *, overwrite: bool) -> None:
+    """Refuse what is at `dst`, unless it may be replaced: an empty folder or one of a model, never a user's files."""
+    if not os.path.lexists(dst):
+        return
+    if dst.is_symlink() or not dst.is_dir():
+        raise ConvertError("EXISTS", f"{dst} is no folder, --overwrite replaces folders only")
+    names = sorted(os.listdir(dst))
+    described = {disk.COMPLETE, disk.MANIFEST} <= set(names) or "config.json" in names
+    # Training checkpoints are sealed too, but hold no .safetensors.
+    if names and not (described and any(name.endswith(".safetensors") for name in names)):
+        raise ConvertError(
+            "EXISTS",
+            f"{dst} is no model folder, found {some(names, 3)}; --overwrite replaces an empty folder, or one with "
+            f"*.safetensors beside config.json or {disk.MANIFEST} and {disk.COMPLETE}",
+        )
+    if not overwrite:
+        raise ConvertError("EXISTS", f"{dst} exists; --overwrite replaces it")
+
+
 def _show(temporary: Path, dst: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(dst):
         os.rename(temporary, dst)
         return
-    if not overwrite:  # it appeared while we were writing
-        raise ConvertError("EXISTS", f"{dst} exists; --overwrite replaces it")
+    _check_existing(dst, overwrite=overwrite)  # it may have appeared, or filled, while we were writing
     if _exchange(temporary, dst):
         return  # the caller removes `temporary`, which is the old folder now
     old = dst.with_name(f"{dst.name}.old-{secrets.token_hex(6)}")

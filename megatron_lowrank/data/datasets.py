@@ -15,6 +15,7 @@ from megatron_lowrank.data.files import TokenFiles, open_files, strip_suffix
 from megatron_lowrank.data.rows import Blend, DocumentRows, PackedRows, Rows
 from megatron_lowrank.data.tokenizers import Tokenizer, load_tokenizer
 
+NO_DATA = "data.path: found nothing; make token files with tools/prepare_data.py and name their prefix"
 PARTS = ("train", "valid")
 """Parts of `data.split` that a run reads, in its order; the third one, test, is held out from both."""
 
@@ -76,14 +77,16 @@ def data_tokenizer(data: DataConfig) -> Tokenizer:
     """The tokenizer of `data.tokenizer`; `auto` is the one that the sidecar of the first file names.
 
     Raises:
-        ValueError: `auto` without a sidecar, or a tokenizer other than the one a file was prepared with.
+        ValueError: no data, `auto` without a sidecar, or a tokenizer other than the one a file was prepared with.
     """
+    if not data.path:
+        raise ValueError(NO_DATA)
     paths = [prefix for name in ("path", "valid_path") for _, prefix in data.blend(name)]
     sidecars = [(prefix, open_files(prefix).sidecar) for prefix in paths]
     kind, path, eod_token = data.tokenizer, data.tokenizer_path, data.eod_token
     if kind == "auto":
-        if not sidecars or sidecars[0][1] is None:
-            where = f"{strip_suffix(paths[0])}.json does not tell" if paths else "there is no data"
+        if sidecars[0][1] is None:
+            where = f"{strip_suffix(paths[0])}.json does not tell"
             raise ValueError(f"data.tokenizer: found 'auto', but {where}, allowed: byte, hf, sentencepiece")
         record = sidecars[0][1]["tokenizer"]
         kind, eod_token = record["kind"], eod_token or record["eod_token"]
@@ -122,7 +125,7 @@ def build_datasets(
     """
     folder = data.cache_path or cache
     if not data.path:
-        raise ValueError("data.path: found nothing, allowed: a prefix of .bin/.idx files, or WEIGHT PREFIX ...")
+        raise ValueError(NO_DATA)
     opened = {prefix: open_files(prefix) for name in ("path", "valid_path") for _, prefix in data.blend(name)}
     for files in opened.values():
         _check_ids(files, vocab_size, folder)
@@ -144,7 +147,7 @@ def build_datasets(
             ]
         except ValueError as error:
             where = f"data.split {data.split!r}" if not data.valid_path else "data.valid_path" if own else "data.path"
-            raise ValueError(f"{where}, {name}: {error}") from error
+            raise ValueError(f"{where}, {name}: {error}; {_remedy(data, name)}") from error
         rows = Blend(sources, [weight for weight, _ in blend], wanted, cache=folder, repeat=name == "train")
         if rows.rows < wanted:
             warnings.warn(
@@ -163,11 +166,28 @@ def build_datasets(
     return Datasets(**built)
 
 
+def _remedy(data: DataConfig, part: str) -> str:
+    """What to do about a part that has no row."""
+    shorter = ", or lower --train.sequence_length" if data.rows == "packed" else ""
+    if data.valid_path:
+        return f"name files with more text{shorter}"
+    if part == "train":
+        return f"prepare more text{shorter}"
+    share = data.split_shares()[1]
+    more = "80,20,0" if share < 0.2 else "50,50,0"
+    if share == 0:
+        return f"give validation a share with --data.split {more}, or switch it off with --train.eval_rows 0"
+    return (
+        f"give validation more with --data.split {more}, name other files with --data.valid_path, or cut long texts "
+        "with prepare_data --cut-text"
+    )
+
+
 def _check_ids(files: TokenFiles, vocab_size: int, cache: str | None) -> None:
     """Compares the largest id with the vocabulary; without a sidecar the file is read once and the answer cached."""
     largest = files.max_token(cache)
     if largest >= vocab_size:
         raise ValueError(
             f"{files.prefix}.bin: found token id {largest}, allowed: ids below model.vocab_size {vocab_size}; the file "
-            "was made with a larger vocabulary than the model has"
+            f"was made with a larger vocabulary than the model has; set --model.vocab_size to at least {largest + 1}"
         )

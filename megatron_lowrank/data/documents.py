@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
+from megatron_lowrank.data.cut import cut_text
+
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
 """Files taken from a folder; .json means one object per line, as C4 ships."""
 BUILT_IN = "built-in:pydoc_data.topics"
@@ -93,17 +95,19 @@ def list_inputs(paths: tuple[str, ...]) -> list[Piece]:
                 if name.endswith(SUFFIXES)
             )  # fmt: skip
             if not below:
-                raise ValueError(f"input: folder {path} holds no text, allowed: files ending in {' '.join(SUFFIXES)}")
+                raise ValueError(f"--input: folder {path} holds no text, allowed: files ending in {' '.join(SUFFIXES)}")
             found += below
         elif not os.path.exists(path):
-            raise ValueError(f"input: found no file or folder {path}")
+            raise ValueError(f"--input: found no file or folder {path}")
         elif not path.endswith(SUFFIXES):
-            raise ValueError(f"input: found {path}, allowed: files ending in {' '.join(SUFFIXES)}, or a folder of them")
+            raise ValueError(
+                f"--input: found {path}, allowed: files ending in {' '.join(SUFFIXES)}, or a folder of them"
+            )
         else:
             found.append(path)
     repeated = [path for path, times in Counter(map(os.path.realpath, found)).items() if times > 1]
     if repeated:
-        raise ValueError(f"input: {repeated[0]} is given more than once")
+        raise ValueError(f"--input: {repeated[0]} is given more than once")
     status = [(path, os.stat(path)) for path in found]
     return [Piece(path=path, size=s.st_size, modified=s.st_mtime_ns, end=s.st_size) for path, s in status]
 
@@ -131,8 +135,16 @@ def cut_shards(files: list[Piece], shard_bytes: int) -> list[list[Piece]]:
     return shards
 
 
-def read_piece(piece: Piece, json_key: str, report: Report) -> Iterator[str]:
-    """The documents of a piece, none of them empty; `report` is filled on the way."""
+def read_piece(piece: Piece, json_key: str, report: Report, cut: int | None = None) -> Iterator[str]:
+    """The documents of a piece, none of them empty.
+
+    Args:
+        piece: what to read.
+        json_key: key of the text in a line of JSON.
+        report: filled on the way.
+        cut: cut a .txt file or built-in topic of more bytes than this into documents of at most as many.
+    """
+    plain = piece.path.endswith(".txt") or piece.path == BUILT_IN
     digest = hashlib.sha256()
     raw: bytes | str
     for raw in _raw_documents(piece, report):
@@ -140,14 +152,15 @@ def read_piece(piece: Piece, json_key: str, report: Report) -> Iterator[str]:
             report.add_bad("broken compression", raw)
             continue
         digest.update(raw)
-        text = _decode(raw, None if piece.path.endswith(".txt") or piece.path == BUILT_IN else json_key, report)
+        text = _decode(raw, None if plain else json_key, report)
         if text is None:
             continue
-        if not text.strip():
-            report.empty += 1
-            continue
-        report.text_bytes += len(text.encode())
-        yield text
+        for document in cut_text(text, cut) if plain and cut is not None else (text,):
+            if not document.strip():
+                report.empty += 1
+                continue
+            report.text_bytes += len(document.encode())
+            yield document
     report.sha256 = digest.hexdigest()
 
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from megatron_lowrank import disk
 from megatron_lowrank.data.cache import cached_arrays
+from megatron_lowrank.messages import counted
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -176,10 +177,8 @@ def _open(prefix: str, stamps: tuple[object, ...]) -> TokenFiles:
     # Multimodal files carry one more byte per sequence; the tokens are the same.
     if size not in (expected, expected + sequences):
         state = "cut short" if size < expected else "too long"
-        raise ValueError(
-            f"{prefix}.idx: {state}, found {size} bytes, allowed: {expected} for its {sequences} sequences and "
-            f"{marks - 1} documents"
-        )
+        held = f"{counted(sequences, 'sequence')} and {counted(marks - 1, 'document')}"
+        raise ValueError(f"{prefix}.idx: {state}, found {size} bytes, allowed: {expected} for its {held}")
     if sequences == 0 or marks < 2:
         raise ValueError(f"{prefix}.idx: empty, found {sequences} sequences, allowed: at least one document")
     files = TokenFiles(
@@ -201,7 +200,8 @@ def _check_contents(files: TokenFiles) -> None:
         raise ValueError(f"{prefix}.idx: damaged, found a sequence of {files.lengths.min()} tokens, allowed: 0 or more")
     tokens = int(files.lengths.sum(dtype=np.int64))
     if tokens == 0:
-        raise ValueError(f"{prefix}.idx: empty, found no tokens in {files.documents} documents, allowed: at least one")
+        held = counted(files.documents, "document")
+        raise ValueError(f"{prefix}.idx: empty, found no tokens in {held}, allowed: at least one")
     size, expected = os.path.getsize(f"{prefix}.bin"), tokens * files.dtype.itemsize
     if size != expected:
         raise ValueError(

@@ -2,7 +2,8 @@
 
 Work in progress lives in the folder `OUT.parts`: `plan.json` says what is being prepared, every finished shard stays,
 and the three results are moved out of it at the end, the index last, so that `OUT.idx` exists only beside a complete
-`OUT.bin`. Running the same command again continues; another command is refused while the folder is there.
+`OUT.bin`. After a kill, the same command continues, and another one is refused while the folder is there. An error in
+the input or the options removes the folder.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ from megatron_lowrank.data.documents import Piece, Report, cut_shards, list_inpu
 from megatron_lowrank.data.files import add_counts, entropy, open_files, strip_suffix
 from megatron_lowrank.data.shards import Shard, Tally, shard_record, start_worker, token_dtype, write_shard
 from megatron_lowrank.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
-from megatron_lowrank.messages import differences
+from megatron_lowrank.messages import counted, differences
 
 FORMAT = 1
 """Version of plan and sidecar."""
+_FLAGS = {
+    "tokenizer": "--tokenizer", "eod_token": "--eod-token", "json_key": "--json-key", "shard_bytes": "--shard-mib",
+    "input": "--input", "cut_text": "--cut-text",
+}  # fmt: skip
+"""Key of a plan -> the option behind it."""
 
 
 class BadLineError(ValueError):
@@ -61,6 +67,8 @@ class PrepareOptions:
     """Processes that encode."""
     json_key: str = "text"
     """Key of the text in a line of JSON."""
+    cut_text: int | None = None
+    """Cut a .txt file (or built-in topic) of more bytes than this into documents of at most as many."""
     strict: bool = False
     """A bad line is an error and not only counted."""
     overwrite: bool = False
@@ -72,11 +80,15 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if self.workers < 1:
-            raise ValueError(f"workers: found {self.workers}, allowed: 1 or more")
+            raise ValueError(f"--workers: found {self.workers}, allowed: 1 or more")
         if self.shard_bytes < 1:
-            raise ValueError(f"shard_bytes: found {self.shard_bytes}, allowed: 1 or more")
+            raise ValueError(f"--shard-mib: found {self.shard_bytes} bytes, allowed: 1 or more")
+        if self.cut_text is not None and self.cut_text < 1:
+            raise ValueError(f"--cut-text: found {self.cut_text} bytes, allowed: 1 or more")
         if self.train_bpe is not None and (self.tokenizer_path is not None or self.tokenizer == "sentencepiece"):
-            raise ValueError("train_bpe: found a tokenizer as well, allowed: one of the two")
+            raise ValueError("--train-bpe: found a --tokenizer as well, allowed: one of the two")
+        if self.train_bpe is None and self.tokenizer in ("hf", "sentencepiece") and self.tokenizer_path is None:
+            raise ValueError(f"--tokenizer-path: found nothing, but --tokenizer {self.tokenizer} needs a file")
 
 
 def prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -104,29 +116,50 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
         shutil.rmtree(parts, ignore_errors=True)
         return finished
     with _work_folder(parts, plan) as lock:
-        if tokenizer is None:
-            assert options.train_bpe is not None
-            tokenizer = _trained(options, pieces, f"{parts}/tokenizer.json")
-        name = (tokenizer.kind, tokenizer.path, options.eod_token)
-        shards = [
-            Shard(stem=f"{parts}/{i:05d}", pieces=tuple(shard), tokenizer=name, json_key=options.json_key)
-            for i, shard in enumerate(cut_shards(pieces, options.shard_bytes))
-        ]
-        tally = Tally()
-        with tqdm(
-            total=sum(shard.size for shard in shards), unit="B", unit_scale=True, disable=not options.progress,
-            desc="prepare",
-        ) as bar:  # fmt: skip
-            for shard, record in zip(shards, _encode(shards, options.workers, lock), strict=True):
-                tally.add(record)
-                bar.update(shard.size)
-                if options.strict and tally.bad:
-                    raise BadLineError(f"{tally.examples[0]} (strict)")
-        if not tally.documents:
-            seen = f", {sum(tally.bad.values())} bad lines" if tally.bad else ""
-            example = f", the first {tally.examples[0]}" if tally.examples else ""
-            raise ValueError(f"input: found no document, {tally.empty} empty ones{seen}{example}")
-        return _merge(out, parts, shards, tokenizer, tally, plan_digest, options)
+        try:
+            return _work(out, parts, pieces, tokenizer, plan_digest, options, lock)
+        except ValueError:
+            # The input or an option is wrong: the same command would fail again, so there is nothing to continue.
+            shutil.rmtree(parts, ignore_errors=True)
+            raise
+
+
+def _work(
+    out: str, parts: str, pieces: list[Piece], tokenizer: Tokenizer | None, plan_digest: str, options: PrepareOptions,
+    lock: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Trains the tokenizer if there is none yet, encodes every shard and joins them."""
+    if tokenizer is None:
+        tokenizer = _trained(options, pieces, f"{parts}/tokenizer.json")
+    name = (tokenizer.kind, tokenizer.path, options.eod_token)
+    shards = [
+        Shard(
+            stem=f"{parts}/{i:05d}", pieces=tuple(shard), tokenizer=name, json_key=options.json_key,
+            cut_text=options.cut_text,
+        )
+        for i, shard in enumerate(cut_shards(pieces, options.shard_bytes))
+    ]  # fmt: skip
+    # Imports megatron-core, once before workers are forked, and before the bar begins to measure.
+    token_dtype(tokenizer.vocab_size)
+    records = [shard_record(shard) for shard in shards]
+    done = sum(shard.size for shard, record in zip(shards, records, strict=True) if record is not None)
+    tally, total = Tally(), sum(shard.size for shard in shards)
+    with tqdm(
+        total=total, initial=done, unit="B", unit_scale=True, desc="prepare",
+        disable=not (options.progress and total),
+    ) as bar:  # fmt: skip
+        for shard, before, record in zip(shards, records, _encode(shards, records, options.workers, lock), strict=True):
+            tally.add(record)
+            bar.update(shard.size if before is None else 0)
+            if options.strict and tally.bad:
+                raise BadLineError(f"{tally.examples[0]} (strict)")
+    if not tally.documents:
+        seen = [counted(tally.empty, "empty one")] if tally.empty else []
+        if tally.bad:
+            seen.append(f"{counted(sum(tally.bad.values()), 'bad line')}, the first {tally.examples[0]}")
+        hint = "; --json-key names the key of the text" if "missing key" in tally.bad else ""
+        raise ValueError(f"--input: found no document{''.join(f', {what}' for what in seen)}{hint}")
+    return _merge(out, parts, shards, tokenizer, tally, plan_digest, options)
 
 
 def _plan(options: PrepareOptions, pieces: list[Piece], tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -135,7 +168,7 @@ def _plan(options: PrepareOptions, pieces: list[Piece], tokenizer: Tokenizer | N
     return {
         "format": FORMAT, "tokenizer": identity, "eod_token": options.eod_token, "json_key": options.json_key,
         "shard_bytes": options.shard_bytes, "input": [[p.path, p.size, p.modified] for p in pieces],
-    }  # fmt: skip
+    } | ({} if options.cut_text is None else {"cut_text": options.cut_text})  # fmt: skip
 
 
 def _finished(out: str, plan_digest: str, overwrite: bool) -> dict[str, Any] | None:
@@ -148,7 +181,9 @@ def _finished(out: str, plan_digest: str, overwrite: bool) -> dict[str, Any] | N
         record = None
     if record is not None and record.get("plan") == plan_digest:
         return record
-    raise ValueError(f"out: {out}.idx exists and holds something else, allowed: a new prefix, or overwrite")
+    raise ValueError(
+        f"--out: {out}.idx exists and was made from another input or command; choose another --out, or --overwrite"
+    )
 
 
 @contextmanager
@@ -160,13 +195,14 @@ def _work_folder(parts: str, plan: dict[str, Any]) -> Iterator[int]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"out: another process is preparing into {parts}") from error
+            raise ValueError(f"--out: another process is preparing into {parts}") from error
         path = Path(f"{parts}/plan.json")
         if path.exists():
-            if changed := differences(disk.read_json(path), plan, "{name}"):
+            if names := differences(disk.read_json(path), plan, "{name}"):
+                changed = ", ".join(_FLAGS.get(name, name) for name in names)
                 raise ValueError(
-                    f"out: {parts} holds unfinished work of another command (different: {', '.join(changed)}), "
-                    "allowed: the same command, another out, or remove the folder"
+                    f"--out: {parts} holds unfinished work of another command (different: {changed}); run that one "
+                    "again, choose another --out, or remove the folder"
                 )
         else:
             disk.write_json(path, plan)
@@ -180,20 +216,23 @@ def _trained(options: PrepareOptions, pieces: list[Piece], path: str) -> Tokeniz
     assert options.train_bpe is not None
     if os.path.exists(path):
         return load_tokenizer("hf", path)
-    texts = (text for piece in pieces for text in read_piece(piece, options.json_key, Report(path=piece.path)))
+    texts = (
+        text
+        for piece in pieces
+        for text in read_piece(piece, options.json_key, Report(path=piece.path), options.cut_text)
+    )
     return train_bpe(texts, options.train_bpe, path)
 
 
-def _encode(shards: list[Shard], workers: int, lock: int) -> Iterator[dict[str, Any]]:
-    """Records of all shards in order; complete ones are not encoded again."""
-    records = [shard_record(shard) for shard in shards]
+def _encode(
+    shards: list[Shard], records: list[dict[str, Any] | None], workers: int, lock: int
+) -> Iterator[dict[str, Any]]:
+    """Records of all shards in order; those that are there already are not encoded again."""
     todo = sum(record is None for record in records)
     if min(workers, todo) <= 1:
         for shard, record in zip(shards, records, strict=True):
             yield record or write_shard(shard)
         return
-    # Imported before the fork, megatron-core is loaded once and not once per worker.
-    token_dtype(0)
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(min(workers, todo), mp_context=context, initializer=start_worker, initargs=(lock,))
     try:

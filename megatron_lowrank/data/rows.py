@@ -18,16 +18,25 @@ import numpy.typing as npt
 
 from megatron_lowrank.data.cache import Arrays, cached_arrays
 from megatron_lowrank.data.files import TokenFiles
+from megatron_lowrank.messages import counted
 
 Tokens = npt.NDArray[np.int64]
 
 
 def split_range(count: int, shares: tuple[float, ...], part: int) -> tuple[int, int]:
-    """First and behind-last of the items that belong to one part of a split (megatron-core's rounding)."""
-    edge = 0.0
-    for share in shares[:part]:
-        edge += share
-    return round(edge * count), round((edge + shares[part]) * count)
+    """First and behind-last of the items that belong to one part of a split.
+
+    The rounding is megatron-core's, except that no share above zero stays without an item if there are enough of them.
+    """
+    total, edges = 0.0, [0]
+    enough = count >= sum(share > 0 for share in shares)
+    for i, share in enumerate(shares):
+        total += share
+        edge = round(total * count)
+        if enough:
+            edge = min(max(edge, edges[-1] + (share > 0)), count - sum(later > 0 for later in shares[i + 1 :]))
+        edges.append(edge)
+    return edges[part], edges[part + 1]
 
 
 class Rows(ABC):
@@ -72,6 +81,11 @@ class Rows(ABC):
         """The first epoch draws as megatron-core does; the seeds of later ones collide with no other run's first."""
         return np.random.RandomState(self._seed if epoch == 0 else [self._seed, epoch])
 
+    def _held(self) -> str:
+        """Documents of this part, for an error."""
+        documents = counted(self._units(), "document")
+        return f"{self.files.prefix}: this part of the split holds {self.last - self.first} of {documents}"
+
     @abstractmethod
     def _units(self) -> int:
         """Number of items that the split divides."""
@@ -99,10 +113,8 @@ class PackedRows(Rows):
         tokens = int(self.files.lengths[self.first : self.last].sum(dtype=np.int64))
         rows = (tokens - 1) // self.sequence_length
         if rows < 1:
-            raise ValueError(
-                f"{self.files.prefix}: this part of the split holds {self.last - self.first} of {self._units()} "
-                f"documents with {tokens} tokens, allowed: at least {self.sequence_length + 1} tokens, one row"
-            )
+            held = f"{self._held()} with {counted(tokens, 'token')}"
+            raise ValueError(f"{held}, allowed: at least {self.sequence_length + 1} tokens, one row")
         return rows
 
     def _build(self, random: np.random.RandomState) -> Arrays:
@@ -148,10 +160,7 @@ class DocumentRows(Rows):
     def _count(self) -> int:
         rows = len(self._usable())
         if rows < 1:
-            raise ValueError(
-                f"{self.files.prefix}: this part of the split holds {self.last - self.first} of {self._units()} "
-                "documents, none of two or more tokens, allowed: at least one"
-            )
+            raise ValueError(f"{self._held()}, none of two or more tokens, allowed: at least one")
         return rows
 
     def _build(self, random: np.random.RandomState) -> Arrays:

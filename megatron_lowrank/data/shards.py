@@ -35,6 +35,8 @@ class Shard:
     """Arguments of `load_tokenizer`."""
     json_key: str
     """Key of the text in a line of JSON."""
+    cut_text: int | None
+    """Bytes above which a .txt file becomes several documents."""
 
     @property
     def size(self) -> int:
@@ -73,7 +75,7 @@ def write_shard(shard: Shard) -> dict[str, Any]:
     documents = tokens = 0
     for piece in shard.pieces:
         reports.append(Report(path=piece.path))
-        for text in read_piece(piece, shard.json_key, reports[-1]):
+        for text in read_piece(piece, shard.json_key, reports[-1], shard.cut_text):
             ids = np.array([*tokenizer.encode(text), tokenizer.eod], dtype=np.int64)
             builder.add_document(ids, [len(ids)])
             documents += 1

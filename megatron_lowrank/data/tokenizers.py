@@ -102,7 +102,7 @@ class HFTokenizer:
             what = f"no end-of-document token {eod_token!r}" if eod_token is not None else "no end-of-document token"
             raise ValueError(
                 f"tokenizer: {path} has {what}, allowed: one of {' '.join(END_TOKENS)}, or a token of the vocabulary "
-                "given as eod_token"
+                "given by --eod-token or --data.eod_token"
             )
         self.eod = found[0]
         self.pad: int | None = next((vocabulary[token] for token in PAD_TOKENS if token in vocabulary), None)
@@ -192,7 +192,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str, sample_bytes: in
         ValueError: a vocabulary too small for all bytes.
     """
     if vocab_size < BPE_MINIMUM:
-        raise ValueError(f"train_bpe: found vocabulary {vocab_size}, allowed: {BPE_MINIMUM} or more, all bytes and end")
+        raise ValueError(
+            f"--train-bpe: found vocabulary {vocab_size}, allowed: {BPE_MINIMUM} or more, all bytes and end"
+        )
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -204,14 +206,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str, sample_bytes: in
         # The alphabet is a set: sorted, it gives equal ids in every process.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )  # fmt: skip
-    model.train_from_iterator(_head(texts, sample_bytes), trainer)
+    read = [0]
+    model.train_from_iterator(_head(texts, sample_bytes, read), trainer)
     temporary = f"{path}.tmp"
     model.save(temporary)
     os.replace(temporary, path)
     trained = HFTokenizer(path, BPE_END)
-    if trained.vocab_size < vocab_size:
+    # Without any text, that is what is wrong, and the caller's error.
+    if read[0] and trained.vocab_size < vocab_size:
         warnings.warn(
-            f"train_bpe: the text gives {trained.vocab_size} entries only, fewer than {vocab_size}", stacklevel=2
+            f"--train-bpe: the text gives {trained.vocab_size} entries only, fewer than {vocab_size}", stacklevel=2
         )
     return trained
 
@@ -225,7 +229,9 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"model.vocab_size: found {vocab_size}, allowed: at least {tokenizer.vocab_size}, the vocabulary of the "
-            f"{tokenizer.kind} tokenizer" + (f" {tokenizer.path}" if tokenizer.path else "")
+            f"{tokenizer.kind} tokenizer"
+            + (f" {tokenizer.path}" if tokenizer.path else "")
+            + f"; set --model.vocab_size {tokenizer.vocab_size}"
         )
     if tokenizer.vocab_size < vocab_size:
         warnings.warn(
@@ -239,16 +245,15 @@ def _file_sha256(path: str) -> str:
     try:
         return disk.sha256(Path(path))
     except OSError as error:
-        raise ValueError(f"tokenizer_path: cannot read {path} ({error.strerror})") from error
+        raise ValueError(f"tokenizer: cannot read {path} ({error.strerror})") from error
 
 
-def _head(texts: Iterable[str], limit: int) -> Iterator[str]:
-    """The first documents, until they hold `limit` bytes."""
-    kept: list[int] = [0]
+def _head(texts: Iterable[str], limit: int, read: list[int]) -> Iterator[str]:
+    """The first documents, until they hold `limit` bytes; `read[0]` counts the bytes."""
 
     def room(text: str) -> bool:
-        before = kept[0]
-        kept[0] += len(text.encode())
+        before = read[0]
+        read[0] += len(text.encode())
         return before < limit
 
     return takewhile(room, texts)

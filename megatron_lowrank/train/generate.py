@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +50,8 @@ def recorded_tokenizer(run: RunConfig, path: str | None = None) -> Tokenizer:
     Raises:
         ValueError: the file is missing.
     """
+    if path is None and run.data.tokenizer_path is not None and not os.path.exists(run.data.tokenizer_path):
+        raise ValueError(f"tokenizer: {run.data.tokenizer_path} is not there any more; name it with --tokenizer-path")
     return load_tokenizer(run.data.tokenizer, path or run.data.tokenizer_path, run.data.eod_token)
 
 
@@ -81,7 +85,11 @@ def sample(
         raise ValueError("sample: found a pipeline, allowed: parallel.pipeline_parallel_size 1")
     if not prompt or min(prompt) < 0 or max(prompt) >= vocab:
         raise ValueError(f"prompt: found {len(prompt)} ids, allowed: at least one, all of them below {vocab}")
-    if tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
+    if len(prompt) > limit:
+        raise ValueError(
+            f"prompt: found {len(prompt)} tokens, allowed: at most {limit}, model.max_position_embeddings of the run"
+        )
+    if tokens < 0 or not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
         raise ValueError(
             f"sample: found {tokens} tokens, temperature {temperature}, top_k {top_k}; allowed: 0 or more, 0 or more, "
             "1 or more"
