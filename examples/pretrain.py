@@ -17,15 +17,16 @@ from megatron_lowrank.train.failure import run_program
 from megatron_lowrank.train.launch import launched
 
 
-def main(arguments: list[str]) -> None:
-    """Runs one rank."""
+def main(arguments: list[str]) -> int:
+    """Runs one rank; its exit code."""
     with launched(lambda: parse_run(arguments)) as run:
         # Only now: on a CPU, the platform layer has to be there before megatron-core is imported.
         from megatron_lowrank.train import loop
 
         job = loop.build(run)
         loop.load(job)
-        loop.train(job)
+        result = loop.train(job)
+    return result.exit_code
 
 
 if __name__ == "__main__":

@@ -128,6 +128,11 @@ KNOWN_NOTICES: tuple[Known, ...] = (
     Known(start="CPU RNG state changed within GPU RNG context", module="megatron.core.tensor_parallel.random"),
     # For every MLP slot that holds neither its own MLP nor a plain class; ours takes the default arguments.
     Known(start="Unknown MLP type", module="megatron.core.transformer.transformer_layer", lanes=("0.16",)),
+    # DDP computes the layout itself, as older releases always did.
+    Known(
+        start="DistributedDataParallel: full_param_layout not provided",
+        module="megatron.core.distributed.distributed_data_parallel", lanes=("0.19",),
+    ),
     # Also on synchronous saves, where no asynchronous strategy takes part.
     Known(
         start="MCore's async save is deprecated", module="megatron.core.dist_checkpointing.strategies.torch",
@@ -139,6 +144,11 @@ KNOWN_NOTICES: tuple[Known, ...] = (
 KNOWN_WARNINGS: tuple[Known, ...] = (
     # At import, for every optional package that is not there.
     Known(start=r".*(Transformer Engine|Apex).*[Ff]alling back", module="megatron.core.optimizer"),
+    # For a model class that nothing here uses.
+    Known(
+        start=r"MimoModelConfig is experimental", module="megatron.core.models.mimo.config.base_configs",
+        lanes=("0.19",),
+    ),
     # In every TransformerConfig; it names a field of CUDA graphs that nobody set.
     Known(start=r"full scope is deprecated", module="megatron.core.transformer.transformer_config"),
     # The distributed optimizer looks at `.grad` of fp32 views.

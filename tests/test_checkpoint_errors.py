@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from megatron_lowrank.checkpoint import (
     verify_checksums,
 )
 from megatron_lowrank.checkpoint.agree import AgreedError, on_every_rank, on_rank_0
-from megatron_lowrank.disk import sha256
+from megatron_lowrank.disk import file_entry, sha256
 from megatron_lowrank.testing.ranks import run_ranks
 
 STEP = "iter_0000001"
@@ -66,10 +67,31 @@ def garble(path: Path) -> None:
     file.write_bytes(b"x" * file.stat().st_size)
 
 
+def flip(name: str) -> Callable[[Path], None]:
+    """Changes a byte in the middle of a file."""
+
+    def change(path: Path) -> None:
+        content = bytearray((path / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (path / name).write_bytes(bytes(content))
+
+    return change
+
+
+def put(name: str, content: bytes) -> Callable[[Path], None]:
+    """Replaces a file, with a manifest that fits."""
+
+    def change(path: Path) -> None:
+        (path / name).write_bytes(content)
+        edit_manifest(path, lambda manifest: manifest["files"].update({name: file_entry(path / name)}))
+
+    return change
+
+
 def rename_key(path: Path) -> None:
     """Replaces a tensor's name by another of the same length."""
-    file = path / ".metadata"
-    file.write_bytes(file.read_bytes().replace(b"decoder.final_layernorm.weight", b"decoder.final_layernorm.weighs"))
+    content = (path / ".metadata").read_bytes()
+    put(".metadata", content.replace(b"decoder.final_layernorm.weight", b"decoder.final_layernorm.weighs"))(path)
 
 
 def newer(manifest: dict[str, Any]) -> None:
@@ -91,7 +113,16 @@ def no_json(path: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (truncate, r"__1_0.distcp has \d+ bytes, the manifest says \d+ bytes"),
     "missing": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "garbled": (garble, "loading the checkpoint"),
+    "garbled": (garble, r"rank \d of 2: \S+__1_0.distcp: found sha256 \w{64}, manifest.json says \w{64}"),
+    "flipped": (flip("__0_0.distcp"), r"\S+__0_0.distcp: found sha256"),
+    "flipped common": (flip("common.pt"), r"\S+common.pt: found sha256"),
+    "flipped pickle": (flip(".metadata"), r"\S+.metadata: found sha256"),
+    "state": (put("train_state.json", b"[]"), r"train_state.json is damaged"),
+    "config": (put("run_config.json", b"{}"), r"run_config.json is damaged: KeyError"),
+    "architecture no object": (put("architecture.json", b"null"), r"architecture.json is damaged: TypeError"),
+    "bytes": (put("architecture.json", b"\xff\xfe\x00"), r"architecture.json is no valid JSON"),
+    "unsafe": (put(".metadata", b"cposix\nmkdir\n."), r"posix.mkdir in \S+.metadata, allowed"),
+    "no pickle": (put(".metadata", b""), r".metadata is damaged"),
     "incomplete": (lambda path: (path / "COMPLETE").unlink(), "has no file COMPLETE: it is incomplete"),
     "newer": (lambda path: edit_manifest(path, newer), "was written by megatron-core 9.1.0, which this .* cannot read"),
     "format": (lambda path: edit_manifest(path, later_format), "format megatron_lowrank_training 99"),
@@ -201,6 +232,25 @@ def test_reading_without_a_process_group(saved: Path, tmp_path: Path) -> None:
     garble(garbled / STEP)
     with pytest.raises(ValueError, match=r"__1_0.distcp: found sha256"):
         verify_checksums(garbled)
+    (garbled / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xc2\xb2")
+    assert latest(garbled) == garbled / STEP
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """The bytes that are free follow an error of a save, if they are few."""
+    run = small_run()
+    (tmp_path / "checkpoints").write_text("")
+
+    def ranks() -> list[dict[str, str]]:
+        training = start(run)
+        shutil.disk_usage = lambda path: SimpleNamespace(free=17)  # type: ignore[assignment]
+        return failures(
+            {"full": lambda: save_checkpoint(tmp_path / "checkpoints", 1, run, training.chunks, None, None, {})}
+        )
+
+    (found,) = run_ranks(1, ranks)[0]
+    assert found["full"].startswith("1: saving the checkpoint of step 1: ")
+    assert found["full"].endswith(f"; 17 bytes free on {tmp_path / 'checkpoints'}")
 
 
 def test_an_error_on_one_rank_is_an_error_on_all() -> None:

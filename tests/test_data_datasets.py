@@ -330,7 +330,8 @@ def test_prefix_mistakes(files: tuple[str, str], tmp_path: Path) -> None:
             {"split": "9990,10,0"},
             {"valid_rows": 1, "sequence_length": 64},
             "valid: .*holds 1 of 150 documents with .*allowed: at least 65 tokens, one row; give validation more with "
-            "--data.split 80,20,0, name other files with --data.valid_path, or cut long texts with prepare_data --cut-text",
+            "--data.split 80,20,0, name other files with --data.valid_path, or cut long texts with prepare_data "
+            "--cut-text",
         ),
         ({"split": "98,0,2", "rows": "document"}, {"valid_rows": 1}, "valid: .*none of two or more tokens"),
         ({}, {"sequence_length": 100000}, "train: .*allowed: at least 100001 tokens.*lower --train.sequence_length"),

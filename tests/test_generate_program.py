@@ -12,7 +12,7 @@ import pytest
 
 from megatron_lowrank import disk
 from megatron_lowrank.checkpoint.files import prepare, publish
-from megatron_lowrank.convert.description import FORMAT as CANONICAL
+from megatron_lowrank.convert.description import DESCRIPTION
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,10 +41,13 @@ def test_a_run_its_checkpoints_and_one_of_them(command: Any, run: Path) -> None:
 
 
 def test_other_folders_say_what_is_expected(command: Any, tmp_path: Path) -> None:
-    disk.seal(tmp_path, {"format": CANONICAL, "files": {}})
+    disk.seal(tmp_path, {"format": "other", "files": {}})
+    (tmp_path / "canonical").mkdir()
+    (tmp_path / "canonical" / DESCRIPTION).write_text("{}")
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     for path, message in (
-        (tmp_path, "is a canonical folder"), (tmp_path / "empty", "no complete checkpoint"),
+        (tmp_path, "is a folder of the format other"), (tmp_path / "canonical", "is a canonical folder"),
+        (tmp_path / "empty", "no complete checkpoint"),
         (tmp_path / "none", "is not there"), (tmp_path / disk.MANIFEST, "is not a folder"),
     ):  # fmt: skip
         with pytest.raises((OSError, ValueError), match=f"{message}.*; expected a training checkpoint"):

@@ -88,6 +88,10 @@ def wait_for(process: subprocess.Popen[str], part: str, timeout: float = 90) -> 
         (["--data.path", "/nowhere/text"], "/nowhere/text.bin: no such file"),
         (["--checkpoint.load", "/nowhere"], "/nowhere is not a folder"),
         (["--out", "/proc/nowhere"], "/proc/nowhere"),
+        (["--data.cache_path", "/etc/passwd/x"], "data.cache_path: "),
+        (["--checkpoint.folder", "/etc/passwd/x"], "checkpoint.folder: cannot write into /etc/passwd/x"),
+        (["--model.transformer_impl", "transformer_engine"], "model.transformer_impl: found 'transformer_engine', but"),
+        (["--train.exit_trigger", "/etc"], "train.exit_trigger: /etc is a folder"),
         (["--train.device", "cuda"], "train.device: found 'cuda', but no GPU is visible"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -200,3 +204,33 @@ def test_sigterm_saves_and_the_command_resumes_and_samples(text: str, tmp_path: 
     (process,) = start([[checkpoints, "--prompt", "line ", "--tokens", "5"]], "tools/generate.py")
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0 and out.startswith("line "), err
+
+
+def descendants(process: subprocess.Popen[str]) -> list[int]:
+    """A process and the helpers that it has started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [process.pid, *map(int, children)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130), (signal.SIGHUP, 0)], ids=str
+)
+def test_no_process_outlives_a_run_that_has_saved(text: str, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    arguments = [*SMALL, *ENDLESS, "--data.path", text, "--out", str(tmp_path / "run")]
+    (process,) = start([[*arguments, "--checkpoint.save_interval", "2"]])
+    signal.signal(signal.SIGINT, previous)
+    wait_for(process, "saved ")
+    helpers = descendants(process)
+    assert len(helpers) > 1
+    (second,) = start([arguments])
+    assert "out: another run is at work in" in ends([second])[1] and second.returncode == 2
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert number == signal.SIGKILL or f"signal {number.name}" in out
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{helper}").exists() for helper in helpers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{helper}").exists() for helper in helpers)

@@ -11,29 +11,36 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
 import sys
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from megatron_lowrank import compat
+from megatron_lowrank.config import RunConfig, preset
+from megatron_lowrank.config.cli import fail
 
 
 def main() -> None:
     """Measure, print a table, write JSON when asked."""
     args = _arguments()
+    try:
+        run = _at_width(preset(args.preset), args)
+    except ValueError as error:
+        text = str(error)
+        flag = f"--{text}" if text.startswith("preset:") else f"--width {args.width}: {text}"
+        fail(ValueError(flag), PROG)
     from megatron_lowrank.platform import cpu
 
     if not torch.cuda.is_available():
         cpu.install()
     import torch.distributed as dist
 
-    from megatron_lowrank import __version__, compat
-
     compat.silence_known_notices()
-    from megatron_lowrank.config import RunConfig, preset
     from megatron_lowrank.estimate.flops import layer_flops
     from megatron_lowrank.testing.measure import alternate, matmul_flops, paired_ratio, saved_elements
     from megatron_lowrank.testing.plain_layer import PlainStack
@@ -42,11 +49,6 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     initialize()
-    try:
-        base = preset(args.preset)
-    except ValueError as error:
-        sys.exit(f"bench_step: error: {error}")
-    run = _at_width(base, args)
     dense = replace(run, lowrank=replace(run.lowrank, method="dense"))
     x = torch.randn(args.sequence, args.batch, args.width, generator=torch.Generator().manual_seed(0))
     stacks: dict[str, Any] = {
@@ -81,8 +83,7 @@ def main() -> None:
         "settings": f"{args.preset} at width {args.width}, rank {run.rank_of(0, 'q')}, {args.layers} layers, batch "
         f"{args.batch}, sequence {args.sequence}, fp32, {args.threads} threads, {args.rounds} rounds",
         "date": date.today().isoformat(), "command": f"python tools/bench_step.py {' '.join(sys.argv[1:])}".strip(),
-        "python": platform.python_version(), "torch": torch.__version__, "megatron_lowrank": __version__,
-        "megatron_core": compat.megatron_core_version(), "threads": args.threads, "rounds": args.rounds,
+        **compat.versions(), "threads": args.threads, "rounds": args.rounds,
         "rank": run.rank_of(0, "q"), "rows": rows,
         "dense_over_low_rank": paired_ratio(timings["dense"], timings["low-rank"]),
         "low_rank_over_plain_torch": paired_ratio(timings["low-rank"], timings["plain torch"]),
@@ -92,13 +93,25 @@ def main() -> None:
         },
     }  # fmt: skip
     _print(result)
-    if args.json:
+    if args.json is not None:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
     dist.destroy_process_group()
 
 
+PROG = "bench_step"
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(ValueError(message), PROG)
+
+
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--preset", default="cola_350m", help="its method, activations and recipe; a low-rank one")
     parser.add_argument("--width", type=int, default=1024, help="hidden size; ffn and heads scale with it")
     parser.add_argument("--ratio", type=float, default=0.25, help="rank / width")
@@ -112,26 +125,42 @@ def _arguments() -> argparse.Namespace:
     for name in ("width", "layers", "batch", "sequence", "rounds", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}: found {getattr(args, name)}, allowed: a positive integer")
+    # Torch's runtime ends the process, with a text of its own, when it cannot start as many.
+    if args.threads > (most := max(2, os.cpu_count() or 1)):
+        parser.error(f"--threads: found {args.threads}, allowed: 1 to {most} on this machine")
+    if not 0 < args.ratio <= 1:
+        parser.error(f"--ratio: found {args.ratio:g}, allowed: more than 0 and at most 1")
+    if args.json is not None:
+        _check_writable(args.json, parser)
     return args
 
 
-def _at_width(run: Any, args: argparse.Namespace) -> Any:
+def _check_writable(path: str, parser: argparse.ArgumentParser) -> None:
+    """Fails before the benchmark runs and not after it."""
+    existed = os.path.lexists(path)
+    try:
+        with open(path, "a"):
+            pass
+        if not existed:
+            os.remove(path)
+    except OSError as error:
+        parser.error(f"--json: cannot write {path!r} ({error.strerror})")
+
+
+def _at_width(run: RunConfig, args: argparse.Namespace) -> RunConfig:
     m = run.model
     if run.lowrank.method == "dense":
-        sys.exit(f"bench_step: error: --preset {args.preset} is dense already; name a low-rank one")
-    try:
-        return replace(
-            run,
-            model=replace(
-                m, num_layers=args.layers, hidden_size=args.width, num_attention_heads=max(1, args.width // 64),
-                ffn_hidden_size=8 * round(m.ffn_hidden_size / m.hidden_size * args.width / 8), kv_channels=None,
-                num_query_groups=None, vocab_size=128, eos_token_id=1, max_position_embeddings=args.sequence,
-            ),
-            lowrank=replace(run.lowrank, rank=args.ratio, rank_overrides={}),
-            train=replace(run.train, precision="fp32", sequence_length=args.sequence),
-        )  # fmt: skip
-    except ValueError as error:
-        sys.exit(f"bench_step: error: {error}")
+        raise ValueError(f"preset: found {args.preset}, which is dense already, allowed: a low-rank one")
+    return replace(
+        run,
+        model=replace(
+            m, num_layers=args.layers, hidden_size=args.width, num_attention_heads=max(1, args.width // 64),
+            ffn_hidden_size=8 * round(m.ffn_hidden_size / m.hidden_size * args.width / 8), kv_channels=None,
+            num_query_groups=None, vocab_size=128, eos_token_id=1, max_position_embeddings=args.sequence,
+        ),
+        lowrank=replace(run.lowrank, rank=args.ratio, rank_overrides={}),
+        train=replace(run.train, precision="fp32", sequence_length=args.sequence),
+    )  # fmt: skip
 
 
 def _decoder(run: Any) -> Any:

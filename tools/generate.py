@@ -12,12 +12,12 @@ from typing import NoReturn
 from megatron_lowrank import disk
 from megatron_lowrank.checkpoint.files import FORMAT, latest, resolve
 from megatron_lowrank.config import RunConfig
-from megatron_lowrank.convert.description import FORMAT as CANONICAL
 
 EXAMPLES = """examples:
   python tools/generate.py runs/quickstart/cola --prompt "The " --tokens 60
   python tools/generate.py runs/mine/checkpoints/iter_0001000 --prompt "The " --temperature 0
 """
+CANONICAL = "lowrank_config.json"  # convert.description.DESCRIPTION, whose import takes torch
 EXPECTED = "expected a training checkpoint: a folder iter_..., the folder that holds these, or the run's folder"
 
 
@@ -60,6 +60,8 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is {'not a folder' if path.exists() else 'not there'}; {EXPECTED}")
+    if (path / CANONICAL).is_file():
+        raise ValueError(f"{path} holds {CANONICAL}: it is a canonical folder or another export; {EXPECTED}")
     below = path / "checkpoints"
     if below.is_dir() and not disk.is_complete(path) and latest(path) is None:
         path = below
@@ -70,8 +72,7 @@ def find_checkpoint(path: str | Path) -> Path:
     manifest = disk.read_json(found / disk.MANIFEST)
     kind = manifest.get("format") if isinstance(manifest, dict) else None
     if kind != FORMAT:
-        what = "a canonical folder" if kind == CANONICAL else f"a folder of the format {kind}"
-        raise ValueError(f"{found} is {what}, from which this tool does not sample; {EXPECTED}")
+        raise ValueError(f"{found} is a folder of the format {kind}; {EXPECTED}")
     return found
 
 

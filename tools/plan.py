@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.config.cli import UsageError, fail, parse_run
@@ -23,11 +23,16 @@ from megatron_lowrank.estimate import (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(ValueError(message), "plan")
+
+
 def main(arguments: list[str]) -> int:
     """Runs a subcommand."""
-    parser = argparse.ArgumentParser(
-        prog="plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(prog="plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     count = commands.add_parser(
         "count", allow_abbrev=False, usage="plan count [--preset NAME] [--config FILE] [--SECTION.FIELD VALUE ...] "

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_lowrank import compat
 from megatron_lowrank.data.documents import SUFFIXES
-from megatron_lowrank.data.prepare import BadLineError, PrepareOptions, prepare
+from megatron_lowrank.data.prepare import PrepareOptions, prepare
 from megatron_lowrank.messages import counted
 
 EXAMPLES = """examples:
@@ -75,16 +75,22 @@ def _warn(message: Warning | str, *_: Any) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; 0 on success, 1 when `--strict` stopped it or a worker died, 2 for bad arguments."""
+    """Runs the command; 0 on success, 1 when a worker died, 2 for a bad argument, input or disk."""
     compat.silence_known_notices()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
+            # megatron-core 0.19 at its import; nothing here has ranks.
+            warnings.filterwarnings("ignore", message="Could not determine rank")
             record = prepare(parse(arguments))
-    except (BadLineError, RuntimeError) as error:
+    except RuntimeError as error:
         print(f"prepare_data: error: {error}", file=sys.stderr)
         return 1
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        text = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+        print(f"prepare_data: error: {text}", file=sys.stderr)
+        return 2
+    except ValueError as error:
         print(f"prepare_data: error: {error}", file=sys.stderr)
         return 2
     for example in record["bad_examples"]:

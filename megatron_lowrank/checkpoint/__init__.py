@@ -1,6 +1,6 @@
 """Training checkpoints: canonical names, exact resumption, re-sharding, and a folder that survives a kill.
 
-Reading order: agree, files, read, optimizer, state, store
+Reading order: agree, files, read, optimizer, orphan, state, store
 
 The public names are imported when they are asked for: `agree`, `files` and `read` need no megatron-core, and a program
 uses `agree` before the CPU platform is in place.

@@ -62,10 +62,10 @@ def latest(folder: str | Path) -> Path | None:
     complete = complete_steps(folder)
     marker = folder / MARKER
     if marker.is_file():
-        text = marker.read_text().strip()
-        if text.isdigit() and int(text) in complete:
+        text = marker.read_text(encoding="utf-8", errors="replace").strip()
+        if re.fullmatch(r"[0-9]{1,18}", text) and int(text) in complete:
             return complete[int(text)]
-        logger.warning("%s says %r, which is no complete checkpoint in that folder", marker, text)
+        logger.warning("%s says %r, which is no complete checkpoint in that folder", marker, text[:40])
     for path in sorted(folder.glob("iter_*")) if folder.is_dir() else []:
         if _NAME.fullmatch(path.name) and not is_complete(path):
             logger.warning("%s has no file %s: it is incomplete and not used", path, COMPLETE)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_lowrank.checkpoint.files import RUN_CONFIG, TRAIN_STATE, read_manifest, resolve
 from megatron_lowrank.config import RunConfig
-from megatron_lowrank.disk import MANIFEST, read_json, sha256
+from megatron_lowrank.disk import DamagedError, check_file, read_json
 from megatron_lowrank.messages import differences, some
 from megatron_lowrank.names import CanonicalParameter, canonical_parameters
 
@@ -22,6 +24,63 @@ OPTIMIZER_PREFIX = "optimizer.state."
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 """fp32 main parameter and Adam's moments, each under `optimizer.state.<state>.<canonical name>`."""
 RNG_KEY = "rng_state"
+METADATA = ".metadata"
+"""torch's table of tensors, a pickle."""
+_TORCH = "torch.distributed.checkpoint."
+_ALLOWED = {
+    "torch": {"Size"}, "torch.serialization": {"_get_layout"}, f"{_TORCH}filesystem": {"_StorageInfo"},
+    f"{_TORCH}metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    f"{_TORCH}planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}  # fmt: skip
+"""Module -> names that `.metadata` may refer to, beside torch's dtypes."""
+_WRONG_FORM = (
+    KeyError, TypeError, AttributeError, IndexError, EOFError, ImportError, pickle.UnpicklingError, UnicodeDecodeError,
+)  # fmt: skip
+"""What damaged content raises when it is looked into."""
+
+
+class UnsafePickleError(ValueError):
+    """A pickle that names something else than records of torch's checkpoints."""
+
+
+@contextmanager
+def intact(file: Path) -> Iterator[None]:
+    """Says that a file is damaged where looking into its content raises an error.
+
+    Raises:
+        DamagedError: it is.
+    """
+    try:
+        yield
+    except _WRONG_FORM as error:
+        raise DamagedError("CORRUPT", f"{file} is damaged: {type(error).__name__}: {error}") from error
+
+
+class _Scanner(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+def scan_metadata(folder: Path) -> None:
+    """Refuses a `.metadata` that refers to anything but the records of torch's distributed checkpoints.
+
+    Raises:
+        UnsafePickleError: it does; it holds the forbidden name.
+        DamagedError: it is no readable pickle.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            _Scanner(file).load()
+    except pickle.UnpicklingError as error:
+        raise UnsafePickleError(f"{error} in {path}, allowed: records of torch's checkpoints") from error
+    except (EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError("CORRUPT", f"{path} is damaged, it is no readable pickle: {error}") from error
 
 
 class CachedReader(FileSystemReader):
@@ -47,10 +106,8 @@ def read_run_config(path: str | Path) -> RunConfig:
         ValueError: it is incomplete, or its config is not valid.
     """
     file = resolve(path) / RUN_CONFIG
-    try:
+    with intact(file):
         return RunConfig.from_dict(read_json(file))
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is no run config: {error}") from error
 
 
 def checkpoint_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,10 +149,8 @@ def read_train_state(path: str | Path) -> dict[str, Any]:
         ValueError: it is incomplete, or damaged.
     """
     file = resolve(path) / TRAIN_STATE
-    try:
+    with intact(file):
         return dict(read_json(file)["train_state"])
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{file} holds no training state: {error!r}") from error
 
 
 def check_architecture(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -124,7 +179,8 @@ def check_tensors(path: Path, run: RunConfig, *, with_optimizer: bool) -> None:
     Raises:
         ValueError: a key is missing or unknown, or a shape differs.
     """
-    stored = CachedReader(path).read_metadata().state_dict_metadata
+    with intact(path / METADATA):
+        stored = CachedReader(path).read_metadata().state_dict_metadata
     expected = {parameter.name: parameter for parameter in canonical_parameters(run.model, run.lowrank)}
     weights = dict(expected)
     states = {f"{OPTIMIZER_PREFIX}{s}.{name}": p for s in OPTIMIZER_STATES for name, p in weights.items()}
@@ -151,17 +207,19 @@ def _fits(found: tuple[int, ...] | None, parameter: CanonicalParameter) -> bool:
     return found[0] >= parameter.shape[0] and found[1:] == parameter.shape[1:]  # rows are padded, depending on TP
 
 
-def verify_checksums(path: str | Path) -> None:
-    """Recomputes the digest of every file of a checkpoint.
+def verify_checksums(path: str | Path, share: int = 0, shares: int = 1) -> None:
+    """Recomputes the digest of every file of a checkpoint, or of a share of the files.
 
     Args:
         path: A checkpoint, or a folder of them (then its latest).
+        share: Which share, from 0.
+        shares: Their number.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a file is missing, or its size or digest is not the manifest's.
     """
     path = resolve(path)
-    for name, entry in read_manifest(path)["files"].items():
-        if (found := sha256(path / name)) != entry["sha256"]:
-            raise ValueError(f"{path / name}: found sha256 {found}, {MANIFEST} says {entry['sha256']}")
+    manifest = read_manifest(path)
+    for name in sorted(manifest["files"])[share::shares]:
+        check_file(path, name, manifest)

@@ -72,14 +72,16 @@ def _hidden_main_module() -> Iterator[None]:
 
     megatron-core's writer spawns a process for a queue, and Python starts a spawned process by importing the entry
     script: without a guard that would train a second time, with one it costs the import of everything, on every rank.
+    The process, which stays for the next save, runs `orphan.py` instead: it then ends with this one, even with SIGKILL.
     """
     main: Any = sys.modules["__main__"]
     hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
     try:
-        for name in hidden:
-            setattr(main, name, None)
+        main.__spec__ = None
+        main.__file__ = str(Path(__file__).with_name("orphan.py"))
         yield
     finally:
+        del main.__file__, main.__spec__
         for name, value in hidden.items():
             setattr(main, name, value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from megatron_lowrank import __version__, compat, disk
 from megatron_lowrank.checkpoint import files, state
 from megatron_lowrank.checkpoint.agree import FAILED, AgreedError, on_every_rank, on_rank_0
 from megatron_lowrank.checkpoint.optimizer import adam_step
-from megatron_lowrank.checkpoint.read import check_architecture, check_tensors
+from megatron_lowrank.checkpoint.read import check_architecture, check_tensors, intact, scan_metadata, verify_checksums
 from megatron_lowrank.config import RunConfig
 
 logger = logging.getLogger(__name__)
+_FULL = 2**20
+"""Bytes; a disk with less free space is named in the error of a save."""
 
 
 def save_checkpoint(
@@ -70,8 +73,8 @@ def save_checkpoint(
             raise ValueError(f"the training state is not made of JSON values: {error}") from error
 
     texts = on_every_rank(describe, what=what, code=FAILED)[0]
-    on_rank_0(lambda: files.prepare(folder, step), what=what, code=FAILED)
     try:
+        on_rank_0(lambda: files.prepare(folder, step), what=what, code=FAILED)
         on_every_rank(lambda: _check_writable(partial), what=what, code=FAILED)
         on_every_rank(lambda: state.save_state(partial, chunks, optimizer), what=what, code=FAILED)
 
@@ -92,9 +95,12 @@ def save_checkpoint(
             "files": {name: entry for entries in sealed for name, entry in entries.items()},
         }  # fmt: skip
         path = on_rank_0(lambda: files.publish(folder, step, manifest), what=what, code=FAILED)
-    except AgreedError:
+    except AgreedError as error:
+        free = on_rank_0(lambda: _free_bytes(folder), what=what)  # before the failed save gives its space back
         if dist.get_rank() == 0:
             files.discard(folder, step)
+        if free < _FULL:
+            raise AgreedError(f"{error}; {free} bytes free on {folder}", error.code) from error
         raise
     on_rank_0(lambda: files.retain(folder, step, run.checkpoint.keep), what=what, code=FAILED)
     return path
@@ -130,8 +136,9 @@ def load_checkpoint(
     """
     what = f"loading the checkpoint {path}"
     full = optimizer is not None and not weights_only
-    found, manifest, progress = on_rank_0(lambda: _inspect(path, run, full), what=what)
-    on_every_rank(lambda: _check_visible(found), what=what)
+    found = on_rank_0(lambda: _find(path), what=what)
+    on_every_rank(lambda: _check_files(found), what=what)
+    manifest, progress = on_rank_0(lambda: _inspect(found, run, full), what=what)
     layout = _layout(run)
     same_layout = manifest["layout"] == layout
 
@@ -157,21 +164,35 @@ def load_checkpoint(
     return train_state
 
 
-def _inspect(path: str | Path, run: RunConfig, full: bool) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Everything that can be found wrong from the outside, before a rank reads a tensor."""
+def _find(path: str | Path) -> Path:
+    """The checkpoint, after a look at its manifest and at who wrote it."""
     found = files.resolve(path)
     manifest = files.read_manifest(found)
-    written, ours = manifest["versions"]["megatron_core"], compat.megatron_core_version()
+    with intact(found / disk.MANIFEST):
+        written = str(manifest["versions"]["megatron_core"])
+    ours = compat.megatron_core_version()
     if _generation(written) > _generation(ours):
         raise ValueError(f"{found} was written by megatron-core {written}, which this {ours} cannot read: upgrade it")
-    stored, wanted = disk.read_json(found / files.ARCHITECTURE), run.architecture()
-    check_architecture(found, stored, wanted)
-    precision = disk.read_json(found / files.RUN_CONFIG)["train"]["precision"]
+    return found
+
+
+def _inspect(found: Path, run: RunConfig, full: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Manifest and progress, after everything that can be found wrong before a rank reads a tensor."""
+    manifest = files.read_manifest(found)
+    with intact(found / disk.MANIFEST):
+        manifest = {"step": int(manifest["step"]), "layout": dict(manifest["layout"])}
+    with intact(found / files.ARCHITECTURE):
+        check_architecture(found, disk.read_json(found / files.ARCHITECTURE), run.architecture())
+    with intact(found / files.RUN_CONFIG):
+        precision = disk.read_json(found / files.RUN_CONFIG)["train"]["precision"]
     if full and precision == "bf16" and run.train.precision == "fp32":
         # Its weights are rounded, and only a shard of the fp32 ones is on each data-parallel rank.
         raise ValueError(f"{found} has train.precision bf16, run fp32: allowed with checkpoint.load_weights_only only")
+    scan_metadata(found)
     check_tensors(found, run, with_optimizer=full)
-    return found, manifest, disk.read_json(found / files.TRAIN_STATE)
+    with intact(found / files.TRAIN_STATE):
+        progress = disk.read_json(found / files.TRAIN_STATE)
+        return manifest, {name: progress[name] for name in ("train_state", "scheduler", "adam_step")}
 
 
 def _layout(run: RunConfig) -> dict[str, int | None]:
@@ -196,9 +217,18 @@ def _check_writable(path: Path) -> None:
     probe.unlink()
 
 
-def _check_visible(path: Path) -> None:
+def _check_files(path: Path) -> None:
+    """Whether this rank sees the checkpoint, and whether its share of the files is what was written."""
     if not disk.is_complete(path):
         raise FileNotFoundError(f"{path}: rank 0 has found it, this rank does not; allowed: a shared file system")
+    verify_checksums(path, dist.get_rank(), dist.get_world_size())
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return _FULL  # it does not exist, so the disk was not what failed
 
 
 def _set_scheduler(scheduler: Any, stored: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from megatron_lowrank.checkpoint.read import METADATA
 from megatron_lowrank.convert.canonical import open_canonical
 from megatron_lowrank.convert.cola import CONFIG, check_reference_cola, open_cola, save_reference_cola
 from megatron_lowrank.convert.cola_layout import detect_layout
@@ -13,7 +14,7 @@ from megatron_lowrank.convert.description import DESCRIPTION
 from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.convert.hub import TensorSource
 from megatron_lowrank.convert.shards import ShardedReader, read_json
-from megatron_lowrank.convert.training import METADATA, open_training
+from megatron_lowrank.convert.training import open_training
 from megatron_lowrank.disk import MARKER
 
 Format = Literal["canonical", "training", "cola", "cola_m"]

@@ -7,37 +7,31 @@ through before torch loads it.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_lowrank import disk
 from megatron_lowrank.checkpoint.files import read_manifest, resolve
-from megatron_lowrank.checkpoint.read import CachedReader, check_tensors, checkpoint_tensors, read_run_config
+from megatron_lowrank.checkpoint.read import (
+    CachedReader,
+    UnsafePickleError,
+    check_tensors,
+    checkpoint_tensors,
+    read_run_config,
+    scan_metadata,
+)
 from megatron_lowrank.convert.description import Source
 from megatron_lowrank.convert.errors import ConvertError
 from megatron_lowrank.convert.hub import TensorSource, from_tensors
 
-METADATA = ".metadata"
 _TENSORS = ".distcp"
-_CHECKPOINT = "torch.distributed.checkpoint."
-_ALLOWED = {
-    "torch": {"Size"}, "torch.serialization": {"_get_layout"}, f"{_CHECKPOINT}filesystem": {"_StorageInfo"},
-    f"{_CHECKPOINT}metadata": {
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
-        "BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-    f"{_CHECKPOINT}planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-}  # fmt: skip
-"""Module -> names that `.metadata` may refer to, beside torch's dtypes."""
 
 
 def open_training(path: Path) -> TensorSource:
@@ -53,7 +47,7 @@ def open_training(path: Path) -> TensorSource:
         for name in manifest["files"]:
             if not name.endswith(_TENSORS):
                 disk.check_file(folder, name, manifest)
-        scan_pickle(folder / METADATA)
+        scan_metadata(folder)
         run = read_run_config(folder)
         check_tensors(folder, run, with_optimizer=False)
         stored = CachedReader(folder).read_metadata().state_dict_metadata
@@ -75,6 +69,8 @@ def _tensors(folder: Path, manifest: dict[str, Any]) -> Iterator[tuple[str, Tens
 def _convert_errors(path: Path) -> Iterator[None]:
     try:
         yield
+    except UnsafePickleError as error:
+        raise ConvertError("UNSAFE_PICKLE", str(error)) from error
     except disk.DamagedError as error:
         raise ConvertError.from_damage(error) from error
     except FileNotFoundError as error:
@@ -83,25 +79,3 @@ def _convert_errors(path: Path) -> Iterator[None]:
         raise ConvertError.from_os_error(error) from error
     except (ValueError, KeyError, CheckpointException) as error:  # torch derives the last one from BaseException
         raise ConvertError("CORRUPT", f"{error} ({path})") from error
-
-
-class _Scanner(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def scan_pickle(path: Path) -> None:
-    """Refuse a pickle that refers to anything but the records of torch's distributed checkpoints.
-
-    Raises:
-        ConvertError: UNSAFE_PICKLE with the forbidden name, CORRUPT.
-    """
-    try:
-        with path.open("rb") as file:
-            _Scanner(file).load()
-    except pickle.UnpicklingError as error:
-        raise ConvertError("UNSAFE_PICKLE", f"{error} in {path}, allowed: records of torch's checkpoints") from error
-    except (EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as error:
-        raise ConvertError("CORRUPT", f"{path} is no readable pickle: {error}") from error

@@ -86,7 +86,10 @@ def data_tokenizer(data: DataConfig) -> Tokenizer:
     kind, path, eod_token = data.tokenizer, data.tokenizer_path, data.eod_token
     if kind == "auto":
         if sidecars[0][1] is None:
-            where = f"{strip_suffix(paths[0])}.json does not tell"
+            prefix = strip_suffix(paths[0])
+            where = f"{prefix}.json does not tell"
+            if os.path.exists(f"{prefix}.json"):
+                where += f" of these files: its digest does not match {prefix}.idx and .bin (damaged or replaced?)"
             raise ValueError(f"data.tokenizer: found 'auto', but {where}, allowed: byte, hf, sentencepiece")
         record = sidecars[0][1]["tokenizer"]
         kind, eod_token = record["kind"], eod_token or record["eod_token"]

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import os
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
 from megatron_lowrank.data.cut import cut_text
+from megatron_lowrank.data.out import is_result, is_work_folder
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
 """Files taken from a folder; .json means one object per line, as C4 ships."""
@@ -90,19 +92,16 @@ def list_inputs(paths: tuple[str, ...]) -> list[Piece]:
     found: list[str] = []
     for path in paths:
         if os.path.isdir(path):
-            below = sorted(
-                os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
-                if name.endswith(SUFFIXES)
-            )  # fmt: skip
-            if not below:
-                raise ValueError(f"--input: folder {path} holds no text, allowed: files ending in {' '.join(SUFFIXES)}")
-            found += below
+            found += _below(path)
         elif not os.path.exists(path):
-            raise ValueError(f"--input: found no file or folder {path}")
+            what = f"{path}, a link to nothing" if os.path.islink(path) else f"no file or folder {path}"
+            raise ValueError(f"--input: found {what}")
         elif not path.endswith(SUFFIXES):
             raise ValueError(
                 f"--input: found {path}, allowed: files ending in {' '.join(SUFFIXES)}, or a folder of them"
             )
+        elif not os.path.isfile(path):
+            raise ValueError(f"--input: found {path}, a pipe or device, allowed: regular files, or a folder of them")
         else:
             found.append(path)
     repeated = [path for path, times in Counter(map(os.path.realpath, found)).items() if times > 1]
@@ -110,6 +109,26 @@ def list_inputs(paths: tuple[str, ...]) -> list[Piece]:
         raise ValueError(f"--input: {repeated[0]} is given more than once")
     status = [(path, os.stat(path)) for path in found]
     return [Piece(path=path, size=s.st_size, modified=s.st_mtime_ns, end=s.st_size) for path, s in status]
+
+
+def _below(top: str) -> list[str]:
+    """Regular files of a folder, sorted, without the results of `prepare` itself; links to nothing are a warning."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"--input: cannot read folder {error.filename} ({error.strerror})") from error
+
+    found: list[str] = []
+    for folder, folders, names in os.walk(top, onerror=refuse):
+        folders[:] = [name for name in folders if not is_work_folder(folder, name)]
+        found += [os.path.join(folder, n) for n in names if n.endswith(SUFFIXES) and not is_result(folder, n)]
+    # A pipe would be waited for without end.
+    odd = sorted(path for path in found if not os.path.isfile(path))
+    if odd:
+        entries = "entry that is" if len(odd) == 1 else "entries that are"
+        warnings.warn(f"--input: left out {len(odd)} {entries} no regular file, the first {odd[0]}", stacklevel=3)
+    if len(odd) == len(found):
+        raise ValueError(f"--input: folder {top} holds no text, allowed: files ending in {' '.join(SUFFIXES)}")
+    return sorted(set(found) - set(odd))
 
 
 def cut_shards(files: list[Piece], shard_bytes: int) -> list[list[Piece]]:

@@ -8,7 +8,6 @@ the input or the options removes the folder.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import hashlib
 import json
@@ -18,7 +17,6 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +27,14 @@ from tqdm import tqdm
 
 from megatron_lowrank import disk
 from megatron_lowrank.data.documents import Piece, Report, cut_shards, list_inputs, read_piece
-from megatron_lowrank.data.files import add_counts, entropy, open_files, strip_suffix
+from megatron_lowrank.data.files import add_counts, entropy, open_files
+from megatron_lowrank.data.out import check_out, out_prefix, work_folder
 from megatron_lowrank.data.shards import Shard, Tally, shard_record, start_worker, token_dtype, write_shard
-from megatron_lowrank.data.tokenizers import Tokenizer, load_tokenizer, train_bpe
-from megatron_lowrank.messages import counted, differences
+from megatron_lowrank.data.tokenizers import BPE_MINIMUM, Tokenizer, load_tokenizer, train_bpe
+from megatron_lowrank.messages import counted
 
 FORMAT = 1
 """Version of plan and sidecar."""
-_FLAGS = {
-    "tokenizer": "--tokenizer", "eod_token": "--eod-token", "json_key": "--json-key", "shard_bytes": "--shard-mib",
-    "input": "--input", "cut_text": "--cut-text",
-}  # fmt: skip
-"""Key of a plan -> the option behind it."""
 
 
 class BadLineError(ValueError):
@@ -87,6 +81,10 @@ class PrepareOptions:
             raise ValueError(f"--cut-text: found {self.cut_text} bytes, allowed: 1 or more")
         if self.train_bpe is not None and (self.tokenizer_path is not None or self.tokenizer == "sentencepiece"):
             raise ValueError("--train-bpe: found a --tokenizer as well, allowed: one of the two")
+        if self.train_bpe is not None and self.train_bpe < BPE_MINIMUM:
+            raise ValueError(
+                f"--train-bpe: found vocabulary {self.train_bpe}, allowed: {BPE_MINIMUM} or more, all bytes and end"
+            )
         if self.train_bpe is None and self.tokenizer in ("hf", "sentencepiece") and self.tokenizer_path is None:
             raise ValueError(f"--tokenizer-path: found nothing, but --tokenizer {self.tokenizer} needs a file")
 
@@ -102,8 +100,10 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
         BadLineError: a bad line, with `strict`.
         RuntimeError: a worker died.
     """
-    out = strip_suffix(options.out)
+    out = out_prefix(options.out)
     pieces = list_inputs(options.input)
+    read = [piece.path for piece in pieces] + ([] if options.tokenizer_path is None else [options.tokenizer_path])
+    check_out(out, read, overwrite=options.overwrite)
     parts = f"{out}.parts"
     if options.train_bpe is None:
         tokenizer: Tokenizer | None = load_tokenizer(options.tokenizer, options.tokenizer_path, options.eod_token)
@@ -115,12 +115,16 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
     if finished is not None:
         shutil.rmtree(parts, ignore_errors=True)
         return finished
-    with _work_folder(parts, plan) as lock:
+    with work_folder(parts, plan) as lock:
         try:
             return _work(out, parts, pieces, tokenizer, plan_digest, options, lock)
         except ValueError:
             # The input or an option is wrong: the same command would fail again, so there is nothing to continue.
             shutil.rmtree(parts, ignore_errors=True)
+            raise
+        except OSError as error:
+            if error.filename is None:  # a full disk
+                raise OSError(error.errno, error.strerror or str(error), parts) from error
             raise
 
 
@@ -146,7 +150,7 @@ def _work(
     tally, total = Tally(), sum(shard.size for shard in shards)
     with tqdm(
         total=total, initial=done, unit="B", unit_scale=True, desc="prepare",
-        disable=not (options.progress and total),
+        disable=None if options.progress and total else True,
     ) as bar:  # fmt: skip
         for shard, before, record in zip(shards, records, _encode(shards, records, options.workers, lock), strict=True):
             tally.add(record)
@@ -184,31 +188,6 @@ def _finished(out: str, plan_digest: str, overwrite: bool) -> dict[str, Any] | N
     raise ValueError(
         f"--out: {out}.idx exists and was made from another input or command; choose another --out, or --overwrite"
     )
-
-
-@contextmanager
-def _work_folder(parts: str, plan: dict[str, Any]) -> Iterator[int]:
-    """Locks the folder and checks that what lies in it belongs to this plan. Yields the lock's descriptor."""
-    os.makedirs(parts, exist_ok=True)
-    lock = os.open(f"{parts}/lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"--out: another process is preparing into {parts}") from error
-        path = Path(f"{parts}/plan.json")
-        if path.exists():
-            if names := differences(disk.read_json(path), plan, "{name}"):
-                changed = ", ".join(_FLAGS.get(name, name) for name in names)
-                raise ValueError(
-                    f"--out: {parts} holds unfinished work of another command (different: {changed}); run that one "
-                    "again, choose another --out, or remove the folder"
-                )
-        else:
-            disk.write_json(path, plan)
-        yield lock
-    finally:
-        os.close(lock)
 
 
 def _trained(options: PrepareOptions, pieces: list[Piece], path: str) -> Tokenizer:

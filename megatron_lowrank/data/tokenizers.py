@@ -95,6 +95,8 @@ class HFTokenizer:
         # A document that spells out a special token must not end in the middle.
         self._model.encode_special_tokens = True
         vocabulary = self._model.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"data.tokenizer_path: {path} has an empty vocabulary, allowed: a trained tokenizer.json")
         self.vocab_size = max(vocabulary.values()) + 1
         candidates = END_TOKENS if eod_token is None else (eod_token,)
         found = [vocabulary[token] for token in candidates if token in vocabulary]

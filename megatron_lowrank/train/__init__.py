@@ -5,3 +5,8 @@ guard, exit, folder, origin, summary, loop, generate
 
 Nothing is imported here: `launch` has to install the CPU platform before anything imports megatron-core.
 """
+
+import os
+
+# Before torch is imported: when a rank is killed, its warnings are pages of C++ frames about a store that has gone.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from megatron_lowrank.config import TrainConfig
 from megatron_lowrank.layers.canonical import current_device
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""SIGTERM is sent by Slurm before a kill and by torchrun; SIGUSR1 is what `#SBATCH --signal` usually asks for."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+"""SIGTERM is sent by Slurm before a kill and by torchrun; SIGUSR1 is what `#SBATCH --signal` usually asks for; SIGHUP
+comes when a terminal is closed, SIGINT with Ctrl-C."""
 
 
 @contextmanager
@@ -42,13 +43,21 @@ class ExitRequests:
 
         Args:
             train: When to stop.
+
+        Raises:
+            ValueError: the trigger is a folder.
         """
+        if train.exit_trigger is not None and os.path.isdir(train.exit_trigger):
+            raise ValueError(
+                f"train.exit_trigger: {train.exit_trigger} is a folder, allowed: a file that is not there yet"
+            )
         self._train, self._started, self._signal = train, time.monotonic(), 0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> ExitRequests:
         for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -56,6 +65,8 @@ class ExitRequests:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT == self._signal:
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait for the end of the step
         self._signal = number
 
     def reason(self, step: int) -> str | None:

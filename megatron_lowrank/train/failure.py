@@ -25,8 +25,14 @@ DIVERGED, INTERRUPTED = 3, 130
 DEBUG = "MEGATRON_LOWRANK_DEBUG"
 """Set to 1, this environment variable shows tracebacks."""
 
-_LOST_PEER = ("closed by peer", "connection reset", "broken pipe", "connection refused", "timed out", "timeout")
+_LOST_PEER = {
+    "closed by peer": "connection closed by peer", "connection reset": "connection reset by peer",
+    "broken pipe": "broken pipe", "connection refused": "connection refused", "timed out": "timed out",
+    "timeout": "timed out",
+}  # fmt: skip
+"""Part of a transport's error -> what happened. The whole text holds source lines, addresses and jokes."""
 _store: list[Any] = []
+_checkpoint: list[Any] = []
 
 
 class LaunchError(AgreedError):
@@ -38,15 +44,21 @@ def speak_through(store: Any) -> None:
     _store[:] = [store]
 
 
+def restart_from(checkpoint: Any) -> None:
+    """Names the newest checkpoint of the run, for the message of a lost rank; None: there is none."""
+    _checkpoint[:] = [] if checkpoint is None else [checkpoint]
+
+
 def run_program(name: str, main: Callable[[list[str]], Any], arguments: list[str]) -> NoReturn:
-    """Calls `main(arguments)` and ends the process: 0, or one line on stderr and an exit code.
+    """Calls `main(arguments)` and ends the process: with the code that it returns, or one line on stderr and a code.
 
     On failure the process ends without Python's clean-up, which may wait for ranks that have gone.
     """
     code, line = 0, ""
     rank = int(os.environ.get("RANK", "0")) if os.environ.get("RANK", "0").isdigit() else 0
     try:
-        main(arguments)
+        result = main(arguments)
+        code = result if isinstance(result, int) else 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else FAILED if stop.code else 0
         line = stop.code if isinstance(stop.code, str) else ""
@@ -81,9 +93,10 @@ def _describe(error: Exception, rank: int) -> str:
     text = str(error)
     who = f"rank {rank}" if dist.is_initialized() and dist.get_world_size() > 1 else "the run"
     hint = f"({DEBUG}=1 shows the traceback)"
-    if isinstance(error, RuntimeError) and any(sign in text.lower() for sign in _LOST_PEER):
-        cause = text.strip().splitlines()[0].rpartition("] ")[2][-200:]  # without the source line of the transport
-        return f"{who} lost another rank, which was killed or hung; restart from the last checkpoint: {cause} {hint}"
+    cause = next((words for sign, words in _LOST_PEER.items() if sign in text.lower()), None)
+    if isinstance(error, RuntimeError) and cause is not None:
+        back = f"restart from the last checkpoint, {_checkpoint[0]}" if _checkpoint else "there is no checkpoint yet"
+        return f"{who} lost another rank, which was killed or hung ({cause}); {back} {hint}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(last.filename)}:{last.lineno}"
     return f"{who} failed at {place}: {type(error).__name__}: {text[:500]} {hint}"

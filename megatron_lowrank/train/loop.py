@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -25,7 +28,8 @@ from megatron_lowrank.train.batch import Batches
 from megatron_lowrank.train.console import Console
 from megatron_lowrank.train.evaluate import EvalResult, evaluate
 from megatron_lowrank.train.exit import ExitRequests, signals_survived
-from megatron_lowrank.train.folder import checkpoint_folder, open_folder
+from megatron_lowrank.train.failure import INTERRUPTED, restart_from
+from megatron_lowrank.train.folder import checkpoint_folder, compare_folder, lock_folders, open_folder
 from megatron_lowrank.train.guard import Guard
 from megatron_lowrank.train.metrics import Metrics
 from megatron_lowrank.train.optimizer import build_optimizer, build_scheduler, gathered_parameters, wrap_for_ddp
@@ -58,6 +62,10 @@ class Job:
     """Where the run begins; `load` takes it from there."""
     batches: Batches
     """Rows of each step."""
+    facts: dict[str, Any]
+    """What the folder records beside the config."""
+    locks: list[TextIO]
+    """Of the run's folders, on rank 0; held as long as the job lives."""
     step: int = 0
     """Optimizer steps done."""
     checkpoint: Path | None = None
@@ -81,6 +89,11 @@ class RunResult:
     losses: list[float] = field(repr=False)
     """Training loss of every step of this process."""
 
+    @property
+    def exit_code(self) -> int:
+        """Of the program."""
+        return INTERRUPTED if self.stopped == f"signal {signal.SIGINT.name}" else 0
+
 
 def build(run: RunConfig) -> Job:
     """Finds where the run begins, opens the data and the run's folder, builds model, optimizer and scheduler.
@@ -94,9 +107,12 @@ def build(run: RunConfig) -> Job:
         AgreedError: data, tokenizer, checkpoint or folder are not usable, or the schedule is impossible.
     """
     say, t = _say, run.train
+    locks: list[TextIO] = []
+    on_rank_0(lambda: locks.extend(lock_folders(run)), what="the run's folder")
     origin = find_origin(run)
     batches = origin.batches_of(t)
     with agreed():
+        _make_cache(run)
         tokenizer = data_tokenizer(run.data)
         run = _resolved(run, tokenizer)
         check_vocabulary(tokenizer, run.model.vocab_size)
@@ -107,10 +123,12 @@ def build(run: RunConfig) -> Job:
         )  # fmt: skip
         assert datasets.train is not None
     facts = {"world_size": dist.get_world_size(), "data": datasets.train.description, "tokenizer": tokenizer.identity()}
-    changes = on_rank_0(lambda: open_folder(run, facts), what="the run's folder")
+    changes = on_rank_0(lambda: compare_folder(run, facts), what="the run's folder")
     for change in changes:
         say(f"changed since the last start in {run.out}: {change}")
-    models = build_model(run)
+    with agreed():
+        ExitRequests(t)  # refuses a trigger that cannot be one
+        models = _models(run)
     say(describe_run(run, models, datasets, tokenizer))
     chunks = wrap_for_ddp(run, models)
     optimizer = build_optimizer(run, chunks)
@@ -126,15 +144,24 @@ def build(run: RunConfig) -> Job:
         loader=Loader(datasets.train, **place, prefetch=True),
         validation=None if datasets.valid is None else Loader(datasets.valid, **place),
         entropy=unigram_entropy(run), guard=Guard(t.spike_factor), origin=origin, batches=batches,
+        facts=facts, locks=locks,
     )  # fmt: skip
 
 
 def load(job: Job) -> None:
     """Takes weights, and when the run resumes everything else, from where `build` has found that it begins.
 
+    Then the run's folder says that it is this run's.
+
     Raises:
         AgreedError: a checkpoint cannot be read, or belongs to another architecture or other data.
     """
+    _load(job)
+    restart_from(job.checkpoint)
+    on_rank_0(lambda: open_folder(job.run, job.facts), what="the run's folder")
+
+
+def _load(job: Job) -> None:
     run, origin = job.run, job.origin
     if origin.source is None:
         _say("starting from initial weights")
@@ -164,6 +191,10 @@ def train(job: Job) -> RunResult:
     losses: list[float] = []
     valid: EvalResult | None = None
     stopped: str | None = None
+    if job.step > t.steps and rank == 0:
+        warnings.warn(
+            f"train.steps: found {t.steps}, but {job.step} steps are done already; the checkpoint stays", stacklevel=1
+        )
     if job.step >= t.steps:
         _say(f"nothing to do: {job.step} of train.steps {t.steps} are done")
     with agreed():
@@ -226,6 +257,7 @@ def _save(job: Job, say: Callable[[str], None]) -> None:
     folder = checkpoint_folder(job.run)
     with gathered_parameters(job.chunks), signals_survived():
         job.checkpoint = save_checkpoint(folder, job.step, job.run, job.chunks, job.optimizer, job.scheduler, state)
+    restart_from(job.checkpoint)
     say(f"saved {job.checkpoint}")
 
 
@@ -233,6 +265,21 @@ def _resolved(run: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """The run with the tokenizer named, so that a checkpoint tells how to read its text without the data."""
     path = None if tokenizer.path is None else os.path.abspath(tokenizer.path)
     return replace(run, data=replace(run.data, tokenizer=tokenizer.kind, tokenizer_path=path))  # type: ignore[arg-type]
+
+
+def _make_cache(run: RunConfig) -> None:
+    if run.data.cache_path is not None:
+        try:  # row indices are written when the first row is asked for, which is too late to be told of a wrong path
+            os.makedirs(run.data.cache_path, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"data.cache_path: {error}") from error
+
+
+def _models(run: RunConfig) -> list[Any]:
+    try:
+        return build_model(run)
+    except ImportError as error:
+        raise ValueError(f"model.transformer_impl: found {run.model.transformer_impl!r}, but {error}") from error
 
 
 def _say(text: str) -> None:

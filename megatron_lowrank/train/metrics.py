@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +22,22 @@ from megatron_lowrank.train.plot import plot_losses
 from megatron_lowrank.train.step import StepResult
 from megatron_lowrank.train.throughput import Throughput, peak_memory
 
-FILE, PREVIOUS, PLOT = "metrics.jsonl", "metrics.previous.jsonl", "loss.png"
+FILE, PREVIOUS, PLOT = "metrics.jsonl", "metrics.previous.{}.jsonl", "loss.png"
+
+_FIELDS: dict[str, tuple[type, ...]] = {"kind": (str,), "step": (int,), "loss": (int, float)}
+"""Of every line -> types."""
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """Lines of a run's metrics.jsonl; a line that a kill cut short is left out."""
+    """Lines of a run's metrics.jsonl; what is no such line, as one that a kill cut short, is left out."""
     path, lines = Path(folder) / FILE, []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_bytes().split(b"\n") if path.exists() else []:
         try:
-            lines.append(json.loads(text))
-        except ValueError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(line, dict) and all(type(line.get(name)) in types for name, types in _FIELDS.items()):
+            lines.append(line)
     return lines
 
 
@@ -108,16 +116,22 @@ class Metrics:
         self._point({"lm loss validation": result.loss, "lm loss validation ppl": perplexity}, step, consumed_rows)
 
     def close(self) -> None:
-        """Flushes everything and draws loss.png."""
-        self._console.close()
+        """Flushes everything and draws loss.png; what fails is a warning, as it must not hide the end of the run."""
+        file, self._file = self._file, None
+        steps: list[tuple[str, Callable[[], object]]] = [("the terminal", self._console.close)]
         if self._board is not None:
-            self._board.close()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            lines = read_metrics(self._folder)
-            if lines:
-                plot_losses(lines, self._entropy, self._title, self._folder / PLOT)
+            steps.append(("tensorboard", self._board.close))
+        if file is not None:
+            steps += [(FILE, file.close), (PLOT, self._draw)]
+        for name, step in steps:
+            try:
+                step()
+            except Exception as error:
+                warnings.warn(f"{name} is not complete: {type(error).__name__}: {error}", stacklevel=1)
+
+    def _draw(self) -> None:
+        if lines := read_metrics(self._folder):
+            plot_losses(lines, self._entropy, self._title, self._folder / PLOT)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
@@ -140,7 +154,7 @@ def _keep_until(folder: Path, step: int) -> None:
     if not path.exists():
         return
     if step == 0:
-        path.replace(folder / PREVIOUS)
+        path.replace(next(free for n in count(1) if not (free := folder / PREVIOUS.format(n)).exists()))
         return
     kept = [line for line in read_metrics(folder) if line["step"] <= step]
     temporary = path.with_suffix(".tmp")
