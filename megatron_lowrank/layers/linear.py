@@ -6,7 +6,7 @@ roles of a group are one stock linear of megatron-core with their rows stacked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,12 +16,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
+from torch.nn import functional
 
 from megatron_lowrank.config import LowRankConfig, ModelConfig, activation_by_name
 from megatron_lowrank.layers.canonical import Part, current_device, layer_prefix, mark_parameter, sharded_parts
 from megatron_lowrank.layers.collectives import apply_op
 from megatron_lowrank.names import role_key
-from megatron_lowrank.placement import DENSE_PLANS, Op, pair_plan
+from megatron_lowrank.placement import DENSE_PLANS, pair_plan
 from megatron_lowrank.roles import ROLE_TABLE, Role, roles_of_slot
 
 ByRole = dict[Role, torch.Tensor]
@@ -35,6 +36,35 @@ class LocalFactor(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Nothing: `layers.init` draws every weight by its canonical name."""
+
+
+class _SharedInput(torch.autograd.Function):
+    """z_i = x W_i^T of several factors; the gradient of x is accumulated by the products themselves.
+
+    Left to autograd, every branch would write its own gradient of x and two more passes would add them up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(functional.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = [grad.flatten(0, -2) for grad in grads]
+        grad_x = rows[0] @ weights[0]
+        for grad, weight in zip(rows[1:], weights[1:], strict=True):
+            grad_x.addmm_(grad, weight)
+        flat = x.flatten(0, -2)
+        return grad_x.view_as(x), *(grad.T @ flat for grad in rows)
+
+
+def shared_input(x: torch.Tensor, factors: Sequence[nn.Module]) -> tuple[torch.Tensor, ...]:
+    """Products of one input with several factors; plain local ones are computed together, others one by one."""
+    if len(factors) > 1 and all(type(factor) is LocalFactor for factor in factors):
+        return _SharedInput.apply(x, *(factor.weight for factor in factors))  # type: ignore[no-any-return,no-untyped-call]
+    return tuple(factor(x) for factor in factors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,15 +212,14 @@ class LinearGroup(MegatronModule):
 
     def latents(self, x: torch.Tensor) -> ByRole:
         """z = c1(A c0(x)) of each role, complete sums: sigma of a sum is not the sum of sigmas."""
-        inputs: dict[Op, torch.Tensor] = {}
-        latents: ByRole = {}
-        for role, pair in self.low_rank_roles():
-            # Roles with the same c0 share one collective.
-            op = pair.cells.c0
-            if op not in inputs:
-                inputs[op] = apply_op(op, x, self.plan.tp_group)
-            latents[role] = apply_op(pair.cells.c1, pair.down_proj(inputs[op]), self.plan.tp_group)
-        return latents
+        pairs = dict(self.low_rank_roles())
+        if not pairs:
+            return {}
+        # Roles of one group have the same cells, so they share the collective and the input.
+        cells = next(iter(pairs.values())).cells
+        x = apply_op(cells.c0, x, self.plan.tp_group)
+        products = shared_input(x, [pair.down_proj for pair in pairs.values()])
+        return {role: apply_op(cells.c1, z, self.plan.tp_group) for role, z in zip(pairs, products, strict=True)}
 
     def activate(self, latents: ByRole) -> ByRole:
         """h = sigma(z) of each role (CoLA eq. 3)."""
