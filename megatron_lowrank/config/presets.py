@@ -98,7 +98,7 @@ def cola_quickstart() -> RunConfig:
         schedule=ScheduleConfig(decay="cosine", warmup_steps=20),
         log=LogConfig(interval=10),
         checkpoint=CheckpointConfig(save_interval=100),
-        train=TrainConfig(steps=200, sequence_length=128, micro_batch_size=8, global_batch_size=16,
+        train=TrainConfig(steps=200, sequence_length=128, micro_batch_size=16, global_batch_size=16,
                           eval_interval=50, eval_rows=64),
     )  # fmt: skip
 
