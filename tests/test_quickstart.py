@@ -17,9 +17,10 @@ def quickstart(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "PYTHONPATH")}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     command = ["bash", str(ROOT / "examples" / "quickstart.sh"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
 
 
+@pytest.mark.timeout(1500)
 def test_both_methods_from_text_to_sample(tmp_path: Path) -> None:
     out = tmp_path / "my results"
     for flag, method in (((), "cola"), (("--dense",), "dense")):
