@@ -225,6 +225,17 @@ def test_architecture_ignores_how_it_is_cut() -> None:
     assert run.architecture() == absolute.architecture(), "a ratio that resolves to the same rank is the same model"
 
 
+def test_a_pair_that_saves_nothing_is_advised_against() -> None:
+    """R >= in * out / (in + out): 64 x 64 breaks even at 32, 176 x 64 at 47 (rounded up)."""
+    run = preset("debug")
+    assert run.advice() == []
+    at_32 = replace(run, lowrank=replace(run.lowrank, rank=32)).advice()
+    assert len(at_32) == 4 and "rank 32 of q, a 64 x 64 matrix" in at_32[0] and "2 layers" in at_32[0]
+    assert replace(run, lowrank=replace(run.lowrank, rank=31)).advice() == []
+    assert len(replace(run, lowrank=replace(run.lowrank, rank=47)).advice()) == 7
+    assert replace(run, lowrank=replace(run.lowrank, rank=64, dense_roles=ROLES)).advice() == []
+
+
 def test_layers_per_stage() -> None:
     assert ParallelConfig(pipeline_parallel_size=2, num_layers_in_first_pipeline_stage=2).layers_per_stage(3) == [2, 1]
     assert ParallelConfig(pipeline_parallel_size=3, num_layers_in_last_pipeline_stage=1).layers_per_stage(5) == [

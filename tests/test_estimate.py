@@ -24,6 +24,7 @@ from megatron_lowrank.estimate import (
     state_bytes,
 )
 from megatron_lowrank.layers import reference
+from megatron_lowrank.layers.init import draw
 from megatron_lowrank.names import layer_parameters, pair_std
 
 PARAMETERS = {
@@ -34,6 +35,28 @@ PARAMETERS = {
     "7b": (2_820_935_680, 2_558_525_440, 6_738_415_616),
 }
 """size -> total, factors, dense twin."""
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_initial_factors_have_the_published_scale(size: str) -> None:
+    """Sample std of A, of B, and of their product, within 2 %, for one square and one rectangular pair."""
+    run = preset(f"cola_{size}")
+    drawn = {
+        p.name.split(".", 3)[3]: draw(p, 1)
+        for p in layer_parameters(run.model, run.lowrank, 0)
+        if p.role in ("o", "up")
+    }
+    for role, a, b in (
+        ("o", "self_attention.linear_proj_down_proj.weight", "self_attention.linear_proj_up_proj.weight"),
+        ("up", "mlp.linear_fc1_down_proj.up.weight", "mlp.linear_fc1_up_proj.up.weight"),
+    ):
+        width_in, width_out = run.model.role_widths(role)  # type: ignore[arg-type]
+        rank = run.rank_of(0, role)  # type: ignore[arg-type]
+        factor = rank**-0.25 * (width_in + width_out) ** -0.25
+        assert drawn[a].std().item() == pytest.approx(factor, rel=0.02)
+        assert drawn[b].std().item() == pytest.approx(factor, rel=0.02)
+        some = drawn[b][:512] @ drawn[a]  # rows enough for 1 % and quick at 7B
+        assert some.std().item() == pytest.approx((width_in + width_out) ** -0.5, rel=0.02)
 
 
 @pytest.mark.parametrize("size", PARAMETERS)

@@ -42,7 +42,7 @@ ONLY: dict[str, set[str]] = {
     "disk": set(),
     "messages": set(),
     "platform": set(),
-    "config": {"compat", "placement", "roles"},
+    "config": {"compat", "messages", "placement", "roles"},
     "names": {"compat", "config", "placement", "roles"},
     "placement": {"compat", "roles"},
     "estimate": {"compat", "config", "names", "placement", "roles"},

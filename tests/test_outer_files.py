@@ -14,7 +14,7 @@ import pytest
 
 from megatron_lowrank.checkpoint.files import MARKER
 from megatron_lowrank.config import preset
-from megatron_lowrank.train.folder import checkpoint_folder, open_folder
+from megatron_lowrank.train.folder import checkpoint_folder, record_run
 
 ROOT = Path(__file__).resolve().parent.parent
 SBATCH = ROOT / "slurm/pretrain.sbatch"
@@ -99,7 +99,7 @@ def submit(tmp_path: Path) -> Submit:
         elsewhere = None if checkpoints is None else str(checkpoints)
         mine = replace(run, checkpoint=replace(run.checkpoint, folder=elsewhere))
         # The names of both files come from the package, so a change of either is seen here.
-        open_folder(mine, {"world_size": 4})
+        record_run(mine, {"world_size": 4})
         folder = checkpoint_folder(mine)
         folder.mkdir(exist_ok=True)
         if saved is not None:

@@ -111,10 +111,10 @@ def test_a_trigger_that_is_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_comparing_leaves_the_config_of_the_last_run(tmp_path: Path) -> None:
-    from megatron_lowrank.train.folder import compare_folder, open_folder
+    from megatron_lowrank.train.folder import compare_folder, record_run
 
     run = run_in(tmp_path)
-    open_folder(run, {})
+    record_run(run, {})
     before = (tmp_path / "run_config.json").read_bytes()
     changed = replace(run, train=replace(run.train, steps=run.train.steps + 1))
     assert any("train.steps" in change for change in compare_folder(changed, {}))

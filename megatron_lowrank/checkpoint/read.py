@@ -125,6 +125,7 @@ def checkpoint_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     path = resolve(path)
     read_manifest(path)
     run = read_run_config(path)
+    scan_metadata(path)
     check_tensors(path, run, with_optimizer=False)
     reader = CachedReader(path)
     stored = reader.read_metadata().state_dict_metadata

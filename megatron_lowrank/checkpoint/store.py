@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron_lowrank import __version__, compat, disk
+from megatron_lowrank import compat, disk
 from megatron_lowrank.checkpoint import files, state
 from megatron_lowrank.checkpoint.agree import FAILED, AgreedError, on_every_rank, on_rank_0
 from megatron_lowrank.checkpoint.optimizer import adam_step
@@ -86,10 +85,7 @@ def save_checkpoint(
         sealed = on_every_rank(lambda: files.seal_files(partial, dist.get_rank()), what=what, code=FAILED)
         manifest = {
             "step": step,
-            "versions": {
-                "megatron_core": compat.megatron_core_version(), "torch": torch.__version__,
-                "megatron_lowrank": __version__,
-            },
+            "versions": compat.versions(),
             "layout": _layout(run),
             "config_digest": run.digest(),
             "files": {name: entry for entries in sealed for name, entry in entries.items()},

@@ -13,6 +13,7 @@ from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.config.parallel import ParallelConfig
 from megatron_lowrank.config.train import CheckpointConfig, LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from megatron_lowrank.messages import counted
 from megatron_lowrank.placement import PLACEMENTS
 from megatron_lowrank.roles import ROLES, Role
 
@@ -87,6 +88,20 @@ class RunConfig:
                     f"parallel.virtual_pipeline_size their number has to be a multiple of the {stages} stages"
                 )
         return data_parallel
+
+    def advice(self) -> list[str]:
+        """What is allowed and hardly meant, one line each."""
+        wide: dict[str, list[int]] = {}
+        for layer in range(self.model.num_layers):
+            for role in ROLES:
+                width_in, width_out = self.model.role_widths(role)
+                rank = self.rank_of(layer, role)
+                if not self.lowrank.is_dense(layer, role) and rank * (width_in + width_out) >= width_in * width_out:
+                    wide.setdefault(f"rank {rank} of {role}, a {width_out} x {width_in} matrix", []).append(layer)
+        return [
+            f"lowrank.rank: {what}, makes a pair no smaller than the dense matrix ({counted(len(layers), 'layer')})"
+            for what, layers in wide.items()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The config as plain JSON values."""

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megatron_lowrank.checkpoint.agree import FAILED, AgreedError
+from megatron_lowrank.train.notices import is_first
 
 DIVERGED, INTERRUPTED = 3, 130
 """Exit codes beside those of `checkpoint.agree`: the loss diverged; Ctrl-C."""
@@ -69,7 +70,7 @@ def run_program(name: str, main: Callable[[list[str]], Any], arguments: list[str
         line = str(error) if rank == 0 or isinstance(error, LaunchError) else ""
         _debug(rank)
     except Exception as error:
-        code, line = FAILED, _describe(error, rank) if _is_first() else ""
+        code, line = FAILED, _describe(error, rank) if not _store or is_first(_store[0], "failure_reported") else ""
         _debug(rank)
     if line:
         print(f"{name}: error: {' '.join(line.split())}", file=sys.stderr)
@@ -100,11 +101,3 @@ def _describe(error: Exception, rank: int) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(last.filename)}:{last.lineno}"
     return f"{who} failed at {place}: {type(error).__name__}: {text[:500]} {hint}"
-
-
-def _is_first() -> bool:
-    """Whether this rank is the first to report a failure; True when nobody can be asked."""
-    try:
-        return not _store or int(_store[0].add("failure_reported", 1)) == 1
-    except Exception:
-        return True

@@ -82,24 +82,14 @@ def _lock(field: str, folder: Path) -> list[TextIO]:
     return [file]
 
 
-def open_folder(run: RunConfig, facts: dict[str, Any]) -> list[str]:
-    """Makes the folder and writes run_config.json, after `compare_folder`; for rank 0.
-
-    Args:
-        run: The resolved run.
-        facts: What else to record: world size, data, tokenizer.
-
-    Returns:
-        What differs from the run that used the folder last, one line each.
+def record_run(run: RunConfig, facts: dict[str, Any]) -> None:
+    """Writes run_config.json, with what `compare_folder` compares; for rank 0.
 
     Raises:
-        ValueError: that run had another architecture, or the folder's config is damaged.
         OSError: the folder cannot be written.
     """
-    changes = compare_folder(run, facts)
     Path(run.out).mkdir(parents=True, exist_ok=True)
     disk.write_json(Path(run.out) / RUN_CONFIG, _record(run, facts))
-    return changes
 
 
 def compare_folder(run: RunConfig, facts: dict[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from megatron_lowrank.checkpoint import save_checkpoint
 from megatron_lowrank.checkpoint.agree import agreed, on_rank_0
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.data.datasets import build_datasets, data_tokenizer
+from megatron_lowrank.data.files import unigram_entropy
 from megatron_lowrank.data.loader import Loader
 from megatron_lowrank.data.tokenizers import Tokenizer, check_vocabulary
 from megatron_lowrank.model import build_model
@@ -29,13 +30,13 @@ from megatron_lowrank.train.console import Console
 from megatron_lowrank.train.evaluate import EvalResult, evaluate
 from megatron_lowrank.train.exit import ExitRequests, signals_survived
 from megatron_lowrank.train.failure import INTERRUPTED, restart_from
-from megatron_lowrank.train.folder import checkpoint_folder, compare_folder, lock_folders, open_folder
+from megatron_lowrank.train.folder import checkpoint_folder, compare_folder, lock_folders, record_run
 from megatron_lowrank.train.guard import Guard
 from megatron_lowrank.train.metrics import Metrics
 from megatron_lowrank.train.optimizer import build_optimizer, build_scheduler, gathered_parameters, wrap_for_ddp
 from megatron_lowrank.train.origin import Origin, find_origin, load_origin
 from megatron_lowrank.train.step import StepResult, train_step
-from megatron_lowrank.train.summary import describe_run, unigram_entropy
+from megatron_lowrank.train.summary import describe_run
 
 
 @dataclass(kw_only=True)
@@ -55,7 +56,7 @@ class Job:
     validation: Loader | None
     """Validation rows, or None."""
     entropy: float | None
-    """Unigram entropy of the whole text in nats per token, if its sidecar tells."""
+    """Unigram entropy of the whole text in nats per token, validation included; None for a blend."""
     guard: Guard
     """Watches the loss."""
     origin: Origin
@@ -116,12 +117,16 @@ def build(run: RunConfig) -> Job:
         tokenizer = data_tokenizer(run.data)
         run = _resolved(run, tokenizer)
         check_vocabulary(tokenizer, run.model.vocab_size)
+        files, cache = run.data.blend(), run.data.cache_path or str(Path(run.out) / "cache")
         datasets = build_datasets(
             run.data, sequence_length=t.sequence_length, vocab_size=run.model.vocab_size, eod=tokenizer.eod,
             train_rows=batches.rows_after(max(t.steps, origin.step)), valid_rows=t.eval_rows, pad=tokenizer.pad,
-            cache=str(Path(run.out) / "cache"),
+            cache=cache,
         )  # fmt: skip
         assert datasets.train is not None
+        entropy = unigram_entropy(files[0][1], cache) if len(files) == 1 else None
+    for advice in run.advice():
+        warnings.warn(advice, stacklevel=1)
     facts = {"world_size": dist.get_world_size(), "data": datasets.train.description, "tokenizer": tokenizer.identity()}
     changes = on_rank_0(lambda: compare_folder(run, facts), what="the run's folder")
     for change in changes:
@@ -143,7 +148,7 @@ def build(run: RunConfig) -> Job:
         run=run, chunks=chunks, optimizer=optimizer, scheduler=scheduler,
         loader=Loader(datasets.train, **place, prefetch=True),
         validation=None if datasets.valid is None else Loader(datasets.valid, **place),
-        entropy=unigram_entropy(run), guard=Guard(t.spike_factor), origin=origin, batches=batches,
+        entropy=entropy, guard=Guard(t.spike_factor), origin=origin, batches=batches,
         facts=facts, locks=locks,
     )  # fmt: skip
 
@@ -158,7 +163,7 @@ def load(job: Job) -> None:
     """
     _load(job)
     restart_from(job.checkpoint)
-    on_rank_0(lambda: open_folder(job.run, job.facts), what="the run's folder")
+    on_rank_0(lambda: record_run(job.run, job.facts), what="the run's folder")
 
 
 def _load(job: Job) -> None:

@@ -26,7 +26,8 @@ def report_warnings(rank: int, store: Any) -> None:
         line: str | None = None,
     ) -> None:  # fmt: skip
         text = " ".join(str(message).split())
-        if not _is_first(store, f"{category.__name__}: {text}"):
+        digest = hashlib.sha256(f"{category.__name__}: {text}".encode()).hexdigest()
+        if not is_first(store, f"warning/{digest}"):
             return
         who = f" (rank {rank})" if rank else ""
         kind = "" if category is UserWarning else f"{category.__name__}: "
@@ -37,9 +38,9 @@ def report_warnings(rank: int, store: Any) -> None:
     warnings.showwarning = show
 
 
-def _is_first(store: Any, text: str) -> bool:
-    """Whether no rank has shown the text yet; True when nobody can be asked."""
+def is_first(store: Any, key: str) -> bool:
+    """Whether no rank has asked for this key yet; True when nobody can be asked."""
     try:
-        return int(store.add(f"warning/{hashlib.sha256(text.encode()).hexdigest()}", 1)) == 1
-    except Exception:
+        return int(store.add(key, 1)) == 1
+    except RuntimeError:  # the store has gone with the rank that held it: better said twice than not at all
         return True

@@ -11,7 +11,6 @@ from torch import nn
 from megatron_lowrank.compat import versions
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.data.datasets import Datasets
-from megatron_lowrank.data.files import open_files
 from megatron_lowrank.data.tokenizers import Tokenizer
 from megatron_lowrank.estimate import count_parameters, dense_equivalent
 from megatron_lowrank.model import describe_slots
@@ -66,14 +65,3 @@ def _all_slots(models: Sequence[nn.Module]) -> str:
             numbers, _, slots = text.rstrip().partition(":\n")
             layers.setdefault(slots, []).append(numbers)
     return "\n".join(f"layers {', '.join(numbers)}:\n{slots}" for slots, numbers in layers.items())
-
-
-def unigram_entropy(run: RunConfig) -> float | None:
-    """Entropy of the token frequencies of the whole text, validation included, in nats per token.
-
-    None if there are several files, or the one has no sidecar.
-    """
-    if len(run.data.blend()) != 1:
-        return None  # the counts of a mixture are in no sidecar
-    sidecar = open_files(run.data.blend()[0][1]).sidecar
-    return None if sidecar is None else float(sidecar["unigram_entropy"])
