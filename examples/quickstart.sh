@@ -80,7 +80,7 @@ quoted() { printf '%q ' "$@"; }
 cat <<END
 
 Next:
-  the $([ "$method" = cola ] && echo "dense control" || echo "CoLA model"):  $(quoted "${again[@]}")
+  the $([ "$method" = cola ] && echo "dense control:" || echo "CoLA model:   ")  $(quoted "${again[@]}")
   your own text:      bash examples/quickstart.sh --text PATH
   a published size:   $(quoted "$PY" examples/pretrain.py --help)    presets cola_60m to cola_7b
   TensorBoard:        $(quoted "$PY" -m tensorboard.main --logdir "$out")
