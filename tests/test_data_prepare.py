@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -24,6 +23,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from scripts import load_tool
 
 from megatron_lowrank.data.cut import cut_text
 from megatron_lowrank.data.documents import Piece, Report, cut_shards, list_inputs, read_piece
@@ -293,12 +293,7 @@ def test_reading_a_piece_needs_no_folder() -> None:
 
 @pytest.fixture(scope="module")
 def command() -> Any:
-    path = Path(__file__).parents[1] / "tools" / "prepare_data.py"
-    spec = importlib.util.spec_from_file_location("prepare_data", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("prepare_data")
 
 
 def test_command_line(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

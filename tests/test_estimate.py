@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from scripts import load_tool
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lowrank.config import LowRankConfig, ModelConfig, ParallelConfig, preset
@@ -179,12 +178,7 @@ def test_state_bytes() -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> Any:
-    path = Path(__file__).parents[1] / "tools" / "plan.py"
-    spec = importlib.util.spec_from_file_location("plan", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("plan")
 
 
 def test_the_plan_tool_counts(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:

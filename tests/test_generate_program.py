@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import load_tool
 
 from megatron_lowrank import disk
 from megatron_lowrank.checkpoint.files import prepare, publish
@@ -19,11 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def command() -> Any:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "tools" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("generate")
 
 
 @pytest.fixture

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
+from scripts import load_tool
 from tokenizers import Tokenizer, models
 
 from megatron_lowrank.config import DataConfig, preset
@@ -20,14 +19,6 @@ from megatron_lowrank.data.datasets import data_tokenizer
 from megatron_lowrank.data.tokenizers import load_tokenizer
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
-
-
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _run_folder(folder: Path) -> Path:
@@ -45,7 +36,7 @@ def _run_folder(folder: Path) -> Path:
     "odd", [b"null\n", b'{"kind": "train", "st', b"\xff\xfe\n", b"[1]\n", b'{"kind": "train"}\n', b"[" * 9999]
 )
 def test_summarize_leaves_out_an_odd_line(odd: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summarize, run = _load("summarize"), _run_folder(tmp_path / "a")
+    summarize, run = load_tool("summarize"), _run_folder(tmp_path / "a")
     assert summarize.main([str(run)]) == 0
     expected = capsys.readouterr().out
     assert "3.000" in expected and "2.500" in expected
@@ -61,7 +52,7 @@ def test_summarize_leaves_out_an_odd_line(odd: bytes, tmp_path: Path, capsys: py
     ["", "null", "[]", "{}", '{"config": 3}', '{"config": {"lowrank": {"method": "no"}}}', '{"config": {"lowr'],
 )
 def test_summarize_leaves_out_a_damaged_run(damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summarize = _load("summarize")
+    summarize = load_tool("summarize")
     bad = _run_folder(tmp_path / "bad")
     (bad / "run_config.json").write_text(damage)
     assert summarize.main([str(tmp_path)]) == 2
@@ -76,7 +67,7 @@ def test_summarize_leaves_out_a_damaged_run(damage: str, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("arguments", [["--json", "a"], ["-x"], [], ["a", "b"], ["none"]])
 def test_summarize_refuses_what_it_does_not_know(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert _load("summarize").main(arguments) == 2
+    assert load_tool("summarize").main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("summarize: error: ") and err.count("\n") == 1
 
@@ -101,7 +92,7 @@ def test_bench_step_refuses_before_it_measures(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["bench_step.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        _load("bench_step").main()
+        load_tool("bench_step").main()
     out, err = capsys.readouterr()
     assert (stopped.value.code, out) == (2, "") and err.startswith(f"bench_step: error: {text}")
     assert err.count("\n") == 1 and err.count("error") == 1
@@ -117,7 +108,7 @@ def test_bench_step_writes_versions_and_rows(tmp_path: Path) -> None:
 
 
 def _prepare(*arguments: str) -> int:
-    return _load("prepare_data").main(list(arguments))  # type: ignore[no-any-return]
+    return load_tool("prepare_data").main(list(arguments))  # type: ignore[no-any-return]
 
 
 def _files(folder: Path) -> dict[str, bytes | None]:
@@ -234,6 +225,6 @@ def test_a_digest_that_does_not_match_is_said(tmp_path: Path) -> None:
 )
 def test_plan_errors_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        _load("plan").main(arguments)
+        load_tool("plan").main(arguments)
     out, err = capsys.readouterr()
     assert (stopped.value.code, out) == (2, "") and err.startswith("plan: error: ") and err.count("\n") == 1

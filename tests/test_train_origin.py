@@ -11,6 +11,7 @@ import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401  (imported once here and inherited by every rank)
 import pytest
 import torch
+from scripts import token_files
 
 from megatron_lowrank.checkpoint.agree import AgreedError
 from megatron_lowrank.config import RunConfig, preset
@@ -23,13 +24,8 @@ FIXTURE = Path(__file__).parent / "fixtures" / "cola_tiny"
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prefix of token files over a small text."""
-    from megatron_lowrank.data.prepare import PrepareOptions, prepare
-
-    folder = tmp_path_factory.mktemp("text")
-    lines = [json.dumps({"text": f"line {number} of a small text, " * 9}) for number in range(40)]
-    (folder / "in.jsonl").write_text("\n".join(lines))
-    prepare(PrepareOptions(input=(str(folder / "in.jsonl"),), out=str(folder / "text")))
-    return str(folder / "text")
+    texts = (f"line {number} of a small text, " * 9 for number in range(40))
+    return token_files(tmp_path_factory.mktemp("text"), texts)
 
 
 def small_run(text: str, out: Path, steps: int = 6, batch: int = 8, **changes: dict[str, Any]) -> RunConfig:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import ROOT, environment, token_files
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
     "--preset", "cola_debug", "--train.sequence_length", "32", "--train.steps", "4", "--train.eval_rows", "0",
     "--log.progress", "plain", "--data.split", "100,0,0",
@@ -25,19 +25,8 @@ ENDLESS = ["--train.steps", "100000"]
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prefix of token files over a small text."""
-    from megatron_lowrank.data.prepare import PrepareOptions, prepare
-
-    folder = tmp_path_factory.mktemp("text")
-    lines = [json.dumps({"text": f"line {number} of a small text, " * 20}) for number in range(20)]
-    (folder / "in.jsonl").write_text("\n".join(lines))
-    prepare(PrepareOptions(input=(str(folder / "in.jsonl"),), out=str(folder / "text")))
-    return str(folder / "text")
-
-
-def environment(**more: str) -> dict[str, str]:
-    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MEGATRON_LOWRANK_DEBUG")
-    keep = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**keep, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    texts = (f"line {number} of a small text, " * 20 for number in range(20))
+    return token_files(tmp_path_factory.mktemp("text"), texts)
 
 
 def start(ranks: list[list[str]], script: str = "examples/pretrain.py") -> list[subprocess.Popen[str]]:

@@ -14,6 +14,7 @@ import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401  (what a run imports late is imported here, once, and inherited by every rank)
 import pytest
 import torch.utils.tensorboard  # noqa: F401
+from scripts import token_files
 
 from megatron_lowrank.config import RunConfig, preset
 from megatron_lowrank.testing.ranks import RankError, run_ranks
@@ -26,15 +27,8 @@ WORDS = ["low", "rank", "pairs", "learn", "a", "language", "from", "plain", "tex
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prefix of token files over a small text."""
-    from megatron_lowrank.data.prepare import PrepareOptions, prepare
-
-    folder = tmp_path_factory.mktemp("text")
-    with open(folder / "in.jsonl", "w") as stream:
-        for number in range(80):
-            words = [WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(60)]
-            stream.write(json.dumps({"text": " ".join(words)}) + "\n")
-    prepare(PrepareOptions(input=(str(folder / "in.jsonl"),), out=str(folder / "text")))
-    return str(folder / "text")
+    words = ([WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(60)] for number in range(80))
+    return token_files(tmp_path_factory.mktemp("text"), map(" ".join, words))
 
 
 def small_run(text: str, out: Path, steps: int = 8, **changes: dict[str, Any]) -> RunConfig:
