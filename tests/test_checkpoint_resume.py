@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from training_steps import small_run, start
 
 from megatron_lowrank.checkpoint import load_checkpoint, save_checkpoint
@@ -36,13 +39,22 @@ LAYOUTS: dict[str, list[Layout]] = {
 }
 
 
+def draws() -> torch.Tensor:
+    """One number of every generator of this rank."""
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        inside = torch.rand(1, dtype=torch.float64)
+    outside = torch.rand(1, dtype=torch.float64)
+    return torch.cat([inside, outside, torch.tensor([random.random(), numpy.random.rand()], dtype=torch.float64)])
+
+
 def resume(folder: Path, layout: Layout) -> None:
     """Trains 2 + 3 steps, and 3 steps from the checkpoint after 2."""
     run = small_run(**layout)
     first = start(run)
     first.steps(2)
+    draws()  # so that the generators are not where a start leaves them
     save_checkpoint(folder, 2, run, first.chunks, first.optimizer, first.scheduler, {"step": 2, "rows": [3, 4]})
-    draws = torch.rand(3)
+    drawn = draws()
     losses = first.steps(3)
     other = replace(run, train=replace(run.train, seed=7))
     second = start(other)
@@ -51,7 +63,9 @@ def resume(folder: Path, layout: Layout) -> None:
     progress = load_checkpoint(folder, other, second.chunks, second.optimizer, second.scheduler)
     assert progress == {"step": 2, "rows": [3, 4]}
     assert adam_step(second.optimizer) == 2
-    assert_equal(torch.rand(3), draws, "random draws after resuming")
+    draws_again = draws()
+    for number, generator in enumerate(("tensor-parallel tracker", "torch", "python", "numpy")):
+        assert_equal(draws_again[number], drawn[number], f"{generator}'s draw after resuming")
     second.step = progress["step"]
     assert second.steps(3) == losses, "losses after resuming"
     for number, (again, before) in enumerate(zip(second.local_state(), first.local_state(), strict=True)):

@@ -15,7 +15,7 @@ from megatron_lowrank.config import LowRankConfig, ModelConfig, ParallelConfig, 
 from megatron_lowrank.convert.canonical import read_canonical, save_canonical
 from megatron_lowrank.convert.cola import open_cola
 from megatron_lowrank.convert.cola_layout import reference_key
-from megatron_lowrank.layers.init import draw
+from megatron_lowrank.layers.init import draw, seed_of
 from megatron_lowrank.layers.reference import reference_logits, reference_loss
 from megatron_lowrank.names import canonical_parameters
 from megatron_lowrank.testing.compare import assert_close, assert_equal
@@ -156,6 +156,17 @@ def test_equals_reference_in_fp64(name: str, tp: int, pp: int, vpp: int | None, 
     # The token count by which megatron-core divides travels as fp32 inside: 1e-12 holds only for exact counts.
     for key, want in gradients.items():
         assert_close(outcome.gradients[key], want, key)
+
+
+def test_initial_weights_depend_on_seed_and_name() -> None:
+    run = preset("debug")
+    parameters = [p for p in canonical_parameters(run.model, run.lowrank) if p.std is not None]
+    first, second = parameters[1], next(p for p in parameters[2:] if p.shape == parameters[1].shape)
+    assert first.name != second.name and not torch.equal(draw(first, 1), draw(second, 1))
+    assert not torch.equal(draw(parameters[0], 1), draw(parameters[0], 2))
+    assert torch.equal(draw(parameters[0], 1), draw(parameters[0], 1))
+    # The rule is public: first 8 bytes of sha256("{seed}|{name}"), little-endian, 63 bits.
+    assert seed_of(42, "embedding.word_embeddings.weight") == 2017563213024532514
 
 
 def test_initial_weights_do_not_depend_on_the_layout() -> None:
