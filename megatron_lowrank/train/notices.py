@@ -18,7 +18,7 @@ def report_warnings(rank: int, store: Any) -> None:
 
     Args:
         rank: This process.
-        store: The rendezvous store, through which ranks settle who speaks.
+        store: The rendezvous store, through which ranks settle who speaks; None: every rank speaks for itself.
     """
 
     def show(
@@ -39,7 +39,9 @@ def report_warnings(rank: int, store: Any) -> None:
 
 
 def is_first(store: Any, key: str) -> bool:
-    """Whether no rank has asked for this key yet; True when nobody can be asked."""
+    """Whether no rank has asked for this key yet; True when nobody can be asked (no store, or one that has gone)."""
+    if store is None:
+        return True
     try:
         return int(store.add(key, 1)) == 1
     except RuntimeError:  # the store has gone with the rank that held it: better said twice than not at all
