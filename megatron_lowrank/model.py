@@ -100,7 +100,7 @@ def describe_slots(chunk: nn.Module) -> str:
     for layer in model.decoder.layers:
         attention, mlp = layer.self_attention, layer.mlp
         slots = {
-            "norm": layer.input_layernorm, "attention": attention, "linear_qkv": attention.linear_qkv,
+            "attention": attention, "linear_qkv": attention.linear_qkv,
             "core_attention": attention.core_attention, "linear_proj": attention.linear_proj, "mlp": mlp,
             "linear_fc1": mlp.linear_fc1, "linear_fc2": mlp.linear_fc2,
         }  # fmt: skip
@@ -111,14 +111,16 @@ def describe_slots(chunk: nn.Module) -> str:
 
 def _describe(module: Any) -> str:
     name = type(module).__name__
-    dense, pairs = getattr(module, "dense", None), getattr(module, "pairs", {})
-    details = [
-        f"{pair.role}: rank {pair.rank} {module.plan.lowrank.sigma} {type(pair.down_proj).__name__}"
-        for pair in pairs.values()
-    ]
-    if dense is not None:
-        details.insert(0, f"{','.join(dense.roles)}: dense {type(dense.linear).__name__}")
-    return f"{name} ({'; '.join(details)})" if details else name
+    if not hasattr(module, "canonical_parts"):
+        return name
+    details = [f"norm {type(module.norm).__name__}"] if hasattr(module, "norm") else []
+    if module.dense is not None:
+        details.append(f"{','.join(module.dense.roles)}: dense {type(module.dense.linear).__name__}")
+    if module.up is not None:
+        plan = module.plan
+        ranks = ", ".join(f"{role} {plan.rank_of(role)}" for role in module.up.roles)
+        details.append(f"{plan.placement} {plan.lowrank.sigma}, ranks {ranks}, {plan.recompute} recompute")
+    return f"{name} ({'; '.join(details)})"
 
 
 def _spans(layers: list[int]) -> str:

@@ -1,7 +1,7 @@
 """Config -> megatron-core's TransformerConfig and layer specs, for the local backend and Transformer Engine.
 
 The spec is written once; a `Backend` names the class of every leaf. Each layer has its own spec object, because ranks,
-dense layers and (later) crossings differ by layer.
+dense layers and layouts differ by layer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -24,25 +25,19 @@ from torch.nn import functional
 from megatron_lowrank import compat
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.layers.attention import CausalAttention, LowRankSelfAttention
+from megatron_lowrank.layers.factors import Backend, LayerPlan, keep_weight
 from megatron_lowrank.layers.layer import LowRankTransformerLayer
-from megatron_lowrank.layers.linear import (
-    Backend,
-    DownGroup,
-    GateUpGroup,
-    LayerPlan,
-    LocalFactor,
-    OutGroup,
-    QKVGroup,
-    keep_weight,
-)
+from megatron_lowrank.layers.linear import DownGroup, GateUpGroup, OutGroup, QKVGroup
 from megatron_lowrank.layers.mlp import LowRankMLP
 from megatron_lowrank.layers.norm import RMSNorm
+from megatron_lowrank.placement import Op, residual_of
+from megatron_lowrank.roles import ROLES
 
 
 def local_backend() -> Backend:
     """Torch's matrix products and attention, our RMSNorm, megatron-core's own dense linears."""
     return Backend(
-        factor=LocalFactor, column_linear=ColumnParallelLinear, row_linear=RowParallelLinear,
+        factor=None, column_linear=ColumnParallelLinear, row_linear=RowParallelLinear,
         norm=RMSNorm, core_attention=CausalAttention,
     )  # fmt: skip
 
@@ -83,6 +78,11 @@ def transformer_engine_backend() -> Backend:
 BACKENDS = {"local": local_backend, "transformer_engine": transformer_engine_backend}
 
 
+_WHOLE_LAYERS: dict[str, Any] = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1
+}  # fmt: skip
+
+
 def transformer_config(run: RunConfig) -> TransformerConfig:
     """The TransformerConfig of a run. Initial weights are ours, so its init methods are never used."""
     m, p = run.model, run.parallel
@@ -102,7 +102,7 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=p.virtual_pipeline_size,
         num_layers_in_first_pipeline_stage=p.num_layers_in_first_pipeline_stage,
         num_layers_in_last_pipeline_stage=p.num_layers_in_last_pipeline_stage,
-        sequence_parallel=p.sequence_parallel, batch_p2p_comm=batch_p2p,
+        sequence_parallel=p.sequence_parallel(run.lowrank.method), batch_p2p_comm=batch_p2p,
         # numbers
         params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=bf16,
         # Only the exact token mean over micro-batches and ranks is ever used.
@@ -112,6 +112,8 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
         # Weights are drawn by `layers.init`.
         init_method=keep_weight, output_layer_init_method=keep_weight, use_cpu_initialization=False,
         perform_initialization=True,
+        # Whole layers; what lies between bottlenecks is rebuilt by the layers themselves.
+        **(_WHOLE_LAYERS if run.train.recompute == "full" else {}),
         # Kernels that need apex or Transformer Engine.
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, persist_layer_norm=False,
@@ -120,13 +122,18 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
 
 def layer_spec(run: RunConfig, layer: int, backend: Backend, tp_group: dist.ProcessGroup) -> ModuleSpec:
     """Spec of one decoder layer (global index from 0)."""
+    entry, exit_ = _conversions(run, layer)
+    overlap, recompute = run.parallel.overlap_latent_grad, run.train.recompute
     plan = LayerPlan(
-        layer=layer, model=run.model, lowrank=run.lowrank, placement=run.placement, backend=backend, tp_group=tp_group
-    )
+        layer=layer, model=run.model, lowrank=run.lowrank, placement=run.placement, backend=backend, tp_group=tp_group,
+        entry=entry, exit=exit_, grouping=run.parallel.grouping,
+        overlap=dist.get_backend(tp_group) == "nccl" if overlap is None else overlap,
+        recompute="none" if recompute == "full" else recompute, latent_store=run.train.latent_store,
+    )  # fmt: skip
     params: dict[str, Any] = {"lr_plan": plan}
     attention = ModuleSpec(
         module=LowRankSelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": AttnMaskType.causal, **params},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ModuleSpec(module=QKVGroup, params=params),
             core_attention=backend.core_attention,
@@ -144,14 +151,28 @@ def layer_spec(run: RunConfig, layer: int, backend: Backend, tp_group: dist.Proc
     return ModuleSpec(
         module=LowRankTransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=backend.norm,
+            input_layernorm=IdentityOp,  # norms belong to the groups behind them
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=backend.norm,
+            pre_mlp_layernorm=IdentityOp,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def _conversions(run: RunConfig, layer: int) -> tuple[Op, Op]:
+    """(entry, exit) of a layer: where the layout of the residual changes. Embedding and final norm see a sequence."""
+
+    def residual(index: int) -> str:
+        if not 0 <= index < run.model.num_layers:
+            return residual_of(run.placement, dense_layer=True)
+        return residual_of(run.placement, dense_layer=all(run.lowrank.is_dense(index, role) for role in ROLES))
+
+    ops: dict[tuple[str, str], Op] = {("sequence", "hidden"): "seq_to_hid", ("hidden", "sequence"): "hid_to_seq"}
+    entry = ops.get((residual(layer - 1), residual(layer)), "id")
+    last = layer == run.model.num_layers - 1
+    return entry, ops.get((residual(layer), residual(layer + 1)), "id") if last else "id"
 
 
 def block_spec(

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from megatron_lowrank.placement import PLACEMENTS
 
+AUTO = "auto"
+"""The placement that is still to be chosen; see `estimate.choose_placement`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the tensor- and pipeline-parallel groups; data parallelism takes what is left of the world."""
 
     tensor_parallel_size: int = 1
-    """Ranks t that share every layer. t > 1 always runs with sequence parallelism."""
+    """Ranks t that share every layer. t > 1 runs with sequence parallelism (but not `vanilla_replicated`)."""
     pipeline_parallel_size: int = 1
     """Pipeline stages."""
     virtual_pipeline_size: int | None = None
@@ -22,7 +25,18 @@ class ParallelConfig:
     num_layers_in_last_pipeline_stage: int | None = None
     """Layers of the last stage; the others share the rest evenly. Default: an even split."""
     placement: str | None = None
-    """Row of the placement table for low-rank layers. Default: `vanilla`, or `dense` for a dense model."""
+    """Row of the placement table for low-rank layers, or `auto`: the cheaper of `btp_sp` and `btp` that fits into
+    memory, with the reason printed. Default: `btp_sp`, or `dense` for a dense model."""
+    grouping: bool = True
+    """Compute the projections that share an input together, and reduce their bottlenecks in one collective."""
+    overlap_latent_grad: bool | None = None
+    """Reduce a bottleneck's gradient while the weight gradient is computed. Default: with NCCL."""
+    device_memory_gib: float | None = None
+    """Memory of one device, for placement `auto`. Default: what the GPU has; a CPU sets no limit."""
+    tp_bandwidth: float = 144.0
+    """GB/s of a collective inside the tensor-parallel group, for placement `auto`."""
+    dp_bandwidth: float = 25.0
+    """GB/s of a collective between data-parallel replicas, for placement `auto`."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -58,22 +72,26 @@ class ParallelConfig:
                     f"parallel.{name}: found {layers}, allowed: a positive integer, with at least 2 stages and "
                     "without parallel.virtual_pipeline_size"
                 )
-        if self.placement is not None and self.placement not in PLACEMENTS:
-            raise ValueError(f"parallel.placement: found {self.placement!r}, allowed: {', '.join(PLACEMENTS)}")
+        if self.placement not in (None, AUTO, *PLACEMENTS):
+            raise ValueError(f"parallel.placement: found {self.placement!r}, allowed: {', '.join((*PLACEMENTS, AUTO))}")
+        for name in ("device_memory_gib", "tp_bandwidth", "dp_bandwidth"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                raise ValueError(f"parallel.{name}: found {value}, allowed: a positive number below 1e9")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError(
                 "parallel.overlap_param_gather: found True, allowed only with parallel.use_distributed_optimizer "
                 "and parallel.overlap_grad_reduce"
             )
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether activations between linears are sharded over the sequence."""
-        return self.tensor_parallel_size > 1
-
     def placement_of(self, method: str) -> str:
-        """Row of the placement table for the low-rank layers of a method, the default resolved."""
-        return self.placement or ("dense" if method == "dense" else "vanilla")
+        """Row of the placement table for the low-rank layers of a method, the default resolved; or `auto`."""
+        return self.placement or ("dense" if method == "dense" else "btp_sp")
+
+    def sequence_parallel(self, method: str) -> bool:
+        """Whether megatron-core's sequence parallelism is on."""
+        row = PLACEMENTS.get(self.placement_of(method))  # `auto` ends in a row that has it
+        return self.tensor_parallel_size > 1 and (row is None or row.sequence_parallel)
 
     def layers_per_stage(self, num_layers: int) -> list[int]:
         """Layers of each pipeline stage (of each model chunk, when interleaved).

@@ -11,10 +11,10 @@ from typing import Any
 from megatron_lowrank.config.data import DataConfig
 from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
-from megatron_lowrank.config.parallel import ParallelConfig
+from megatron_lowrank.config.parallel import AUTO, ParallelConfig
 from megatron_lowrank.config.train import CheckpointConfig, LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from megatron_lowrank.messages import counted
-from megatron_lowrank.placement import PLACEMENTS
+from megatron_lowrank.placement import PLACEMENTS, Placement
 from megatron_lowrank.roles import ROLES, Role
 
 
@@ -54,7 +54,7 @@ class RunConfig:
 
     @property
     def placement(self) -> str:
-        """Row of the placement table for the low-rank layers, the default resolved."""
+        """Row of the placement table for the low-rank layers, the default resolved; `auto` until it is chosen."""
         return self.parallel.placement_of(self.lowrank.method)
 
     def rank_of(self, layer: int, role: Role) -> int:
@@ -170,29 +170,53 @@ class RunConfig:
 
     def _check_parallel(self) -> None:
         m, p, t = self.model, self.parallel, self.parallel.tensor_parallel_size
-        if self.lowrank.method == "dense" and self.placement != "dense":
+        low_rank = self.lowrank.method != "dense"
+        if not low_rank and self.placement != "dense":
             raise ValueError(f"parallel.placement: found {self.placement!r}, allowed with lowrank.method dense: dense")
-        if self.lowrank.method != "dense" and PLACEMENTS[self.placement].pairs is None:
-            rows = [name for name, row in PLACEMENTS.items() if row.pairs is not None]
+        if not low_rank and self.train.recompute.startswith("latent"):
             raise ValueError(
-                f"parallel.placement: found {self.placement!r}, allowed with lowrank.method {self.lowrank.method}: "
-                f"{', '.join(rows)}"
+                f"train.recompute: found {self.train.recompute!r}, allowed with lowrank.method dense, which has no "
+                "bottleneck to keep: none, full"
             )
         for name in ("num_attention_heads", "query_groups", "ffn_hidden_size"):
-            if getattr(m, name) % t:
-                raise ValueError(
-                    f"parallel.tensor_parallel_size: found {t}, which does not divide model.{name} {getattr(m, name)}"
-                )
-        if PLACEMENTS[self.placement].rank_divides and t > 1:
-            for layer in range(m.num_layers):
-                for role in ROLES:
-                    if not self.lowrank.is_dense(layer, role) and self.rank_of(layer, role) % t:
-                        raise ValueError(
-                            f"parallel.tensor_parallel_size: found {t}, which does not divide the rank "
-                            f"{self.rank_of(layer, role)} of {role} in layer {layer}, as placement {self.placement!r} "
-                            "demands"
-                        )
+            self._check_divides(t, f"model.{name}", getattr(m, name))
+        # The choice between `btp_sp` and `btp` drops what does not fit; what is left was checked like any other.
+        if low_rank and self.placement != AUTO:
+            self._check_placement(PLACEMENTS[self.placement])
         p.layers_per_stage(m.num_layers)
+
+    def _check_placement(self, row: Placement) -> None:
+        t = self.parallel.tensor_parallel_size
+        if row.pairs is None:
+            rows = [name for name, other in PLACEMENTS.items() if other.pairs is not None]
+            raise ValueError(
+                f"parallel.placement: found {self.placement!r}, allowed with lowrank.method {self.lowrank.method}: "
+                f"{', '.join((*rows, AUTO))}"
+            )
+        if row.hidden_divides:
+            self._check_divides(t, "model.hidden_size", self.model.hidden_size)
+        for layer in range(self.model.num_layers):
+            dense = [role for role in ROLES if self.lowrank.is_dense(layer, role)]
+            if dense and len(dense) < len(ROLES) and not row.dense_roles:
+                raise ValueError(
+                    f"lowrank.dense_roles: found {', '.join(dense)} dense in layer {layer}; placement "
+                    f"{self.placement!r} allows a layer whose roles are all dense (lowrank.dense_layers), or none"
+                )
+            for role in ROLES:
+                rank = self.rank_of(layer, role)
+                if row.rank_divides and role not in dense and rank % t:
+                    raise ValueError(
+                        f"parallel.tensor_parallel_size: found {t}, which does not divide the rank {rank} of {role} in "
+                        f"layer {layer}, as placement {self.placement!r} demands; the nearest that does: "
+                        f"{_nearest_multiple(rank, t)}; btp_sp and btp take any rank"
+                    )
+
+    def _check_divides(self, t: int, name: str, value: int) -> None:
+        if value % t:
+            raise ValueError(
+                f"parallel.tensor_parallel_size: found {t}, which does not divide {name} {value}; the nearest {name} "
+                f"that it divides is {_nearest_multiple(value, t)}"
+            )
 
     def _check_lengths(self) -> None:
         length, t = self.train.sequence_length, self.parallel.tensor_parallel_size
@@ -201,10 +225,10 @@ class RunConfig:
                 f"train.sequence_length: found {length}, allowed: at most model.max_position_embeddings "
                 f"{self.model.max_position_embeddings}"
             )
-        if length % t:
+        if length % t and self.parallel.sequence_parallel(self.lowrank.method):
             raise ValueError(
-                f"train.sequence_length: found {length}, allowed: a multiple of parallel.tensor_parallel_size {t} "
-                "(sequence parallelism)"
+                f"train.sequence_length: found {length}, allowed with placement {self.placement!r}: a multiple of "
+                f"parallel.tensor_parallel_size {t}, such as {_nearest_multiple(length, t)}"
             )
 
 
@@ -213,6 +237,10 @@ SECTIONS: dict[str, type] = {
     "optimizer": OptimizerConfig, "schedule": ScheduleConfig, "train": TrainConfig, "checkpoint": CheckpointConfig,
     "log": LogConfig,
 }  # fmt: skip
+
+
+def _nearest_multiple(value: int, of: int) -> int:
+    return max(1, (value + of // 2) // of) * of
 
 
 def _section(name: str, values: dict[str, Any]) -> Any:

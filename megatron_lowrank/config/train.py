@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+RECOMPUTE = ("none", "latent", "latent_keep_attention", "full")
+"""Policies of activation recompute."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -77,6 +80,11 @@ class TrainConfig:
     """(start, increment, rows): grow the global batch from `start` by `increment` over this many rows."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 keeps fp32 main parameters and fp32 gradient buffers."""
+    recompute: Literal["none", "latent", "latent_keep_attention", "full"] = "none"
+    """What backward computes anew: `latent` keeps the bottlenecks and the residual alone (CoLA-M),
+    `latent_keep_attention` also the attention's output, `full` only each layer's input."""
+    latent_store: Literal["gathered", "sharded"] = "gathered"
+    """With recompute under `btp_sp`: keep q, k, v, gate and up bottlenecks whole, or shards to gather again."""
     seed: int = 42
     """Seed of the initial weights and of every random draw of training."""
     deterministic: bool = True
@@ -108,6 +116,10 @@ class TrainConfig:
             raise ValueError(f"train.spike_factor: found {self.spike_factor}, allowed: more than 1")
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"train.precision: found {self.precision!r}, allowed: fp32, bf16")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"train.recompute: found {self.recompute!r}, allowed: {', '.join(RECOMPUTE)}")
+        if self.latent_store not in ("gathered", "sharded"):
+            raise ValueError(f"train.latent_store: found {self.latent_store!r}, allowed: gathered, sharded")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"train.device: found {self.device!r}, allowed: auto, cpu, cuda")
         if self.batch_ramp is not None:

@@ -5,27 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
+
+from megatron_lowrank.layers.factors import LayerPlan
+from megatron_lowrank.layers.recompute import Segment
+
+Tensors = tuple[torch.Tensor, ...]
 
 
 class _Rotate(torch.autograd.Function):
     """Rotary embedding, half-rotation layout (RoFormer eq. 34): four passes over halves, and none to join them.
 
-    megatron-core's unfused form slices, negates, joins and joins again, forward and backward.
+    megatron-core's unfused form slices, negates, joins and joins again, forward and backward. Kept are the angles
+    [S, 1, 1, D/2], which all layers share.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+    def forward(ctx: Any, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(angles)
+        return _rotated(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, -sin), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (angles,) = ctx.saved_tensors
+        return _rotated(grads[0], angles.cos().to(grads[0].dtype), -angles.sin().to(grads[0].dtype)), None
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -38,49 +45,75 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return out
 
 
-class LowRankSelfAttention(SelfAttention):  # type: ignore[misc]
-    """megatron-core's self-attention whose `linear_qkv` (a QKVGroup) hands over q, k and v separately.
+class LowRankSelfAttention(MegatronModule):
+    """Slot `self_attention`: owns `linear_qkv` (norm, q, k, v), `core_attention` and `linear_proj`.
 
-    Rows are head-major, not interleaved by query group, so a cut over ranks is a cut by heads. In plain training it
-    turns q and k itself; packed rows and inference stay with megatron-core's rotary code.
+    A composite of its own and no subclass of megatron-core's attention, so that what is kept for backward can be
+    chosen between the groups. Rows of q, k, v are head-major, not interleaved by query group: a cut over ranks is a cut
+    by heads.
     """
 
-    _angles: torch.Tensor | None = None
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, layer_number: int, *, lr_plan: LayerPlan,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal, cp_comm_type: str | None = None, pg_collection: Any = None,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(config)
+        self.attn_mask_type, self.head_dim = attn_mask_type, lr_plan.model.head_dim
+        self.linear_qkv = build_module(submodules.linear_qkv, config=config)
+        self.core_attention = build_module(
+            submodules.core_attention, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type,
+            attention_type="self", cp_comm_type=cp_comm_type, softmax_scale=config.softmax_scale,
+            pg_collection=pg_collection,
+        )  # fmt: skip
+        self.linear_proj = build_module(submodules.linear_proj, config=config)
+        self.keeps_attention = lr_plan.recompute == "latent_keep_attention"
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """megatron-core's forward; [S/t, B, H] -> ([S/t, B, H], bias or None)."""
-        angles = kwargs.get("rotary_pos_emb")
-        special = ("packed_seq_params", "inference_context", "inference_params", "rotary_pos_cos")
-        ours = isinstance(angles, torch.Tensor) and angles.shape[-1] == self.hidden_size_per_attention_head
-        if ours and not args[1:] and all(kwargs.get(name) is None for name in special):
-            kwargs["rotary_pos_emb"], self._angles = None, angles
-        try:
-            return super().forward(hidden_states, *args, **kwargs)
-        finally:
-            self._angles = None
-
-    def get_query_key_value_tensors(
+    def forward(
         self,
         hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        rotary_pos_emb: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[S/t, B, H] -> q [S, B, heads/t, D], k and v [S, B, kv heads/t, D].
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The residual [S/t, B, H] -> ([S/t, B, H], bias not added yet or None).
+
+        Args:
+            hidden_states: In megatron-core's shape.
+            attention_mask: None; the attention is causal.
+            rotary_pos_emb: Angles [S, 1, 1, D].
+            **kwargs: megatron-core's other inputs, which have to be None.
 
         Raises:
-            ValueError: an output gate or an unsplit qkv is asked for, which this attention does not have.
+            ValueError: packed rows or megatron-core's inference are asked for.
         """
-        if output_gate or not split_qkv:
-            raise ValueError(f"attention: found output_gate={output_gate}, split_qkv={split_qkv}; not supported")
-        head = self.hidden_size_per_attention_head
-        query, key, value = (x.view(*x.shape[:2], -1, head) for x in self.linear_qkv(hidden_states))
-        if self._angles is not None:
-            half = self._angles[..., : head // 2]
-            cos, sin = half.cos().to(query.dtype), half.sin().to(query.dtype)
-            query, key = (_Rotate.apply(x, cos, sin) for x in (query, key))  # type: ignore[no-untyped-call]
-        return query, key, value
+        given = sorted(name for name, value in kwargs.items() if value is not None)
+        if given or rotary_pos_emb is None or rotary_pos_emb.shape[-1] != self.head_dim:
+            raise ValueError(f"attention: found {', '.join(given) or 'no rotary angles of a head'}; not supported")
+        angles = rotary_pos_emb[..., : self.head_dim // 2]
+
+        def project(*latents: torch.Tensor) -> Tensors:
+            q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in self.linear_qkv.split(latents))
+            q, k = (_Rotate.apply(x, angles) for x in (q, k))  # type: ignore[no-untyped-call]
+            return q, k, v
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return self.core_attention(q, k, v, attention_mask, attn_mask_type=self.attn_mask_type)  # type: ignore[no-any-return]
+
+        latents = self.linear_qkv.latents(hidden_states)
+        segment = Segment(self.linear_qkv.replays)
+        if not self.keeps_attention:
+            (entered,) = segment.run(lambda *z: (self.linear_proj.enter(attend(*project(*z))),), *latents)
+            with segment.not_kept():
+                return self.linear_proj(entered)  # type: ignore[no-any-return]
+        qkv = segment.run(project, *latents)
+        with segment.not_kept():
+            context = attend(*qkv)
+        entry = Segment(self.linear_proj.replays and self.linear_proj.enters)
+        (entered,) = entry.run(lambda x: (self.linear_proj.enter(x),), context)
+        with entry.not_kept():
+            return self.linear_proj(entered)  # type: ignore[no-any-return]
 
 
 class CausalAttention(MegatronModule):

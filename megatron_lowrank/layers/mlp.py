@@ -10,11 +10,27 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from megatron_lowrank.layers.linear import LayerPlan
+from megatron_lowrank.layers.factors import LayerPlan
+from megatron_lowrank.layers.recompute import Segment
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up (Shazeer 2020, eq. 6); keeps gate and up, and not silu(gate) beside them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grads[0] * up, gate)
+        return grad_gate, functional.silu(gate).mul_(grads[0])
 
 
 class LowRankMLP(MegatronModule):
-    """Slot `mlp`: owns `linear_fc1` (gate, up) and `linear_fc2` (down).
+    """Slot `mlp`: owns `linear_fc1` (norm, gate, up) and `linear_fc2` (down).
 
     A composite of its own and no subclass of megatron-core's MLP: what that class is given differs between versions.
     """
@@ -26,10 +42,17 @@ class LowRankMLP(MegatronModule):
         self.keep = lr_plan.lowrank.mlp == "keep"
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[S/t, B, H] -> ([S/t, B, H], bias not added yet or None)."""
-        gate, up = self.linear_fc1(x)
-        gate = functional.silu(gate) if self.keep else gate
-        return self.linear_fc2(gate * up)  # type: ignore[no-any-return]
+        """The residual [S/t, B, H] -> ([S/t, B, H], bias not added yet or None)."""
+
+        def gated(*latents: torch.Tensor) -> tuple[torch.Tensor]:
+            gate, up = self.linear_fc1.split(latents)
+            product = _SwiGLU.apply(gate, up) if self.keep else gate * up  # type: ignore[no-untyped-call]
+            return (self.linear_fc2.enter(product),)
+
+        segment = Segment(self.linear_fc1.replays)
+        (entered,) = segment.run(gated, *self.linear_fc1.latents(x))
+        with segment.not_kept():
+            return self.linear_fc2(entered)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """What becomes of the SiLU."""
