@@ -21,6 +21,7 @@ from megatron_lowrank.estimate import (
     model_flops,
     rank_parameters,
     state_bytes,
+    summed_parameters,
 )
 from megatron_lowrank.layers import reference
 from megatron_lowrank.layers.init import draw
@@ -152,11 +153,25 @@ def test_parameters_of_the_ranks_add_up() -> None:
     parallel = ParallelConfig(pipeline_parallel_size=2)
     padding = 2 * (model.padded_vocab_size(1) - 131) * 64
     assert sum(rank_parameters(model, lowrank, parallel, stage) for stage in (0, 1)) == count.total + padding
-    # What is replicated over the two tensor-parallel ranks: norms, and the biases of o and down.
-    halved = replace(parallel, tensor_parallel_size=2)
-    local = sum(rank_parameters(model, lowrank, halved, stage) for stage in (0, 1))
-    replicated = count.norms + 4 * 2 * 64
-    assert 2 * local == count.total + 2 * (model.padded_vocab_size(2) - 131) * 64 + replicated
+    # What is on both tensor-parallel ranks. The dense layer always cuts its matrices and its biases but those of o and
+    # down, 64 wide, and keeps its norms; a layer of pairs has seven factors at the residual of 64 x 16 entries.
+    some_biases = 2 * 64
+    all_biases = some_biases + 64 + 2 * 32 + 2 * 176
+    for placement, per_layer in (
+        ("vanilla", 2 * 64 + some_biases),
+        ("vanilla_replicated", 2 * 64 + all_biases),
+        ("btp", 0),
+        ("btp_sp", 2 * 64 + some_biases + 7 * 64 * 16),
+    ):
+        halved = replace(parallel, tensor_parallel_size=2, placement=placement)
+        local = sum(rank_parameters(model, lowrank, halved, stage) for stage in (0, 1))
+        on_both = 3 * per_layer + (2 * 64 + some_biases) + 64
+        assert 2 * local == count.total + 2 * (model.padded_vocab_size(2) - 131) * 64 + on_both
+        summed = sum(summed_parameters(model, lowrank, halved, stage) for stage in (0, 1))
+        assert summed == (0 if placement == "vanilla_replicated" else on_both)
+        factors = sum(rank_parameters(model, lowrank, halved, stage, kinds=("a", "b")) for stage in (0, 1))
+        assert 2 * factors == count.factors + (3 * 7 * 64 * 16 if placement == "btp_sp" else 0)
+    assert summed_parameters(model, lowrank, parallel, 0) == 0
     tied = replace(model, tie_embeddings=True)
     both = sum(rank_parameters(tied, lowrank, parallel, stage) for stage in (0, 1))
     assert both == sum(rank_parameters(model, lowrank, parallel, stage) for stage in (0, 1))
@@ -210,3 +225,52 @@ def test_the_plan_tool_takes_fields_and_says_what_is_wrong(plan: Any, capsys: py
             plan.main(["count", *arguments])
         error = capsys.readouterr().err
         assert caught.value.code == 2 and error.startswith("plan: error: ") and message in error
+
+
+def test_the_plan_tool_looks_into_a_layer(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["count", "--preset", "cola_7b", "--tp", "4", "--tokens", "16384"]
+    assert plan.main([*words, "--placement", "btp", "--recompute", "latent", "--layer", "31", "--json"]) == 0
+    counted = json.loads(capsys.readouterr().out)
+    d, f, r, n = 4096, 11008, 1024, 16384
+    assert (counted["placement"], counted["recompute"], counted["layer"]) == ("btp", "latent", 31)
+    assert counted["wire_bytes_per_layer"] == 28 * r * n * 2 * 3 // 4
+    assert counted["statistic_wire_bytes_per_layer"] == 2 * 2 * 16 * n * 2 * 3 // 4
+    assert counted["collectives_per_layer"] == 8
+    assert counted["collectives"]["forward"][0] == {"kind": "all_reduce", "width": 3 * r, "statistic": 16}
+    assert [row["width"] for row in counted["collectives"]["backward"]] == [r, 2 * r, r, 3 * r]
+    assert counted["saved_elements_per_layer"] == n * (9216 + 2)
+    assert sum(elements for _, elements in counted["saved_by_tensor"]) == counted["saved_elements_per_layer"]
+    products = 6 * n * d * r + 4 * n * f * r
+    assert counted["replay_flops_per_layer"] == products + 4 * n * n * d
+    assert counted["replay_flops_causal_per_layer"] == products + 2 * n * n * d
+    assert counted["replay_collectives_per_layer"] == 0 == len(counted["replay_collectives"])
+    assert counted["forward_flops_per_layer"] == 16 * n * d * r + 6 * n * r * (d + f) + 4 * n * n * d
+    assert counted["backward_flops_per_layer"] == 2 * counted["forward_flops_per_layer"]
+    (step,) = counted["wire_bytes_per_step"]
+    assert step["layers"] == 32 * 512 * counted["wire_bytes_per_layer"] and counted["tokens_per_step"] == 512 * n
+
+
+def test_the_plan_tool_chooses_and_says_why(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["count", "--preset", "cola_7b", "--tp", "4", "--placement", "auto", "--recompute", "latent"]
+    assert plan.main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("cola_7b: cola, placement btp_sp, bf16") and "placement btp_sp: " in text
+    assert "131072 tokens per step and tensor-parallel group of 4" in text
+    assert "layer 0 of 32, one row of 256 tokens, recompute latent" in text
+    # The length of the rows counts, and so does the memory that is said.
+    memory = ["--parallel.device_memory_gib", "10", "--dp", "8", "--json"]
+    assert plan.main([*words, "--tokens", "512", *memory]) == 0
+    counted = json.loads(capsys.readouterr().out)
+    assert counted["placement"] == "btp" and "32768 tokens per step" in counted["placement_reason"][1]
+    for arguments, message in (
+        ([*words, "--parallel.device_memory_gib", "1"], "no placement can run"),
+        ([*words, "--layer", "32"], "--layer: found 32, allowed: 0 to 31"),
+        ([*words, "--tokens", "30"], "a multiple of parallel.tensor_parallel_size 4"),
+        (["count", "--placement", "x"], "parallel.placement: found 'x'"),
+        (["count", "--recompute", "x"], "train.recompute: found"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            plan.main(arguments)
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and error.startswith("plan: error: ") and message in error
+        assert error.count("\n") == 1

@@ -1,7 +1,8 @@
 """What a run costs before it is started: python tools/plan.py count --preset NAME [--tp N] [--SECTION.FIELD VALUE ...].
 
-`count` prints parameters, FLOPs per token, and the bytes of weights, gradients and optimizer state on each rank, all in
-closed form. Activations and communication are not in it.
+`count` prints parameters, FLOPs per token, and the bytes of weights, gradients and optimizer state on each rank; then,
+for one layer and one micro-batch of one row, what its tensor-parallel ranks exchange, what it keeps for backward, and
+what recomputation runs again. All of it in closed form, and times are not in it.
 """
 
 from __future__ import annotations
@@ -9,18 +10,35 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from megatron_lowrank.config import RunConfig
-from megatron_lowrank.config.cli import UsageError, fail, parse_run
+from megatron_lowrank.config.cli import fail, parse_run
 from megatron_lowrank.estimate import (
+    Exchange,
     count_parameters,
     dense_equivalent,
     flops_per_token,
+    kept_activations,
+    layer_collectives,
+    layer_flops,
     rank_parameters,
+    replay_collectives,
+    replay_flops,
+    resolve_placement,
+    ring_bytes,
     state_bytes,
+    step_wire,
 )
+
+# Option of this program -> the field that it is short for.
+_SHORT = {
+    "tp": "parallel.tensor_parallel_size",
+    "placement": "parallel.placement",
+    "recompute": "train.recompute",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,37 +54,56 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     count = commands.add_parser(
         "count", allow_abbrev=False, usage="plan count [--preset NAME] [--config FILE] [--SECTION.FIELD VALUE ...] "
-        "[--tp N] [--dp N] [--tokens N] [--json]",
-        description="Parameters, FLOPs per token and bytes of state. Presets and fields are those of pretrain.py.",
+        "[--tp N] [--placement P] [--recompute R] [--dp N] [--tokens N] [--layer N] [--json]",
+        description="Parameters, FLOPs, bytes of state, and what one layer exchanges, keeps and replays. Presets and "
+        "fields are those of pretrain.py.",
     )  # fmt: skip
-    count.add_argument("--tp", type=_positive, metavar="N", help="short for --parallel.tensor_parallel_size N")
+    count.add_argument("--tp", type=_positive, metavar="N", help=f"short for --{_SHORT['tp']} N")
+    count.add_argument("--placement", metavar="P", help=f"short for --{_SHORT['placement']} P")
+    count.add_argument("--recompute", metavar="R", help=f"short for --{_SHORT['recompute']} R")
     count.add_argument("--dp", type=_positive, default=1, metavar="N", help="data-parallel size, default 1")
     count.add_argument("--tokens", type=_positive, metavar="N", help="tokens of a row, default train.sequence_length")
+    count.add_argument("--layer", type=_index, default=0, metavar="N", help="layer to look into, from 0, default 0")
     count.add_argument("--json", action="store_true", help="one JSON object")
     given, fields = parser.parse_known_args(arguments)
     try:
-        short = [] if given.tp is None else [f"--parallel.tensor_parallel_size={given.tp}"]
-        counted = count_run(parse_run([*fields, *short], prog="plan count"), given.tokens, given.dp)
-    except UsageError as error:
+        short = [
+            f"--{field}={getattr(given, name)}" for name, field in _SHORT.items() if getattr(given, name) is not None
+        ]
+        counted = count_run(parse_run([*fields, *short], prog="plan count"), given.tokens, given.dp, given.layer)
+    except ValueError as error:
         fail(error, "plan")
     print(json.dumps(counted, indent=1) if given.json else as_text(counted))
     return 0
 
 
-def count_run(run: RunConfig, tokens: int | None = None, data_parallel_size: int = 1) -> dict[str, Any]:
-    """The counts of a run as plain JSON values.
+def count_run(run: RunConfig, tokens: int | None = None, data_parallel_size: int = 1, layer: int = 0) -> dict[str, Any]:
+    """Everything that `count` prints, as plain values.
 
     Args:
-        run: the run.
+        run: the run; placement `auto` is resolved.
         tokens: tokens of a row. Default: `train.sequence_length`.
         data_parallel_size: replicas of the model.
+        layer: the layer to look into, global index.
+
+    Raises:
+        ValueError: no such layer, rows that the ranks cannot share, or no placement that `auto` could take.
     """
     length, dense = tokens or run.train.sequence_length, dense_equivalent(run.lowrank)
+    # A row may be longer here than the run allows; no count looks at the limit.
+    limit = max(length, run.model.max_position_embeddings)
+    run = replace(
+        run, train=replace(run.train, sequence_length=length), model=replace(run.model, max_position_embeddings=limit)
+    )
+    run, choice = resolve_placement(run, data_parallel_size=data_parallel_size)
+    if layer >= run.model.num_layers:
+        raise ValueError(f"--layer: found {layer}, allowed: 0 to {run.model.num_layers - 1}")
     count, twin = count_parameters(run.model, run.lowrank), count_parameters(run.model, dense)
     actual, equivalent = (
         flops_per_token(run.model, low, sequence_length=length, attention="causal") for low in (run.lowrank, dense)
     )
-    stages = []
+    step_tokens = -(-run.train.global_batch_size // data_parallel_size) * length
+    stages, wire = [], []
     for stage in range(run.parallel.pipeline_parallel_size):
         held = state_bytes(
             run.model, run.lowrank, run.parallel, precision=run.train.precision, stage=stage,
@@ -74,12 +111,42 @@ def count_run(run: RunConfig, tokens: int | None = None, data_parallel_size: int
         )  # fmt: skip
         parameters = rank_parameters(run.model, run.lowrank, run.parallel, stage)
         stages.append({"stage": stage, "parameters": parameters, **asdict(held), "total": held.total})
+        sent = step_wire(run, tokens=step_tokens, stage=stage)
+        wire.append({"stage": stage, **asdict(sent), "total": sent.total})
     return {
         "preset": run.preset, "method": run.lowrank.method, "placement": run.placement,
+        "placement_reason": [] if choice is None else list(choice.reason),
         "tensor_parallel_size": run.parallel.tensor_parallel_size, "data_parallel_size": data_parallel_size,
         "precision": run.train.precision, "tokens": length,
         "parameters": count.total, "parameters_by_kind": asdict(count), "dense_equivalent_parameters": twin.total,
         "flops_per_token": actual, "dense_equivalent_flops_per_token": equivalent, "bytes_per_rank": stages,
+        "wire_bytes_per_step": wire, "tokens_per_step": step_tokens, **count_layer(run, layer, length),
+    }  # fmt: skip
+
+
+def count_layer(run: RunConfig, layer: int, tokens: int) -> dict[str, Any]:
+    """What one layer takes for a micro-batch of one row; wire and kept tensors are those of one rank."""
+    traffic, replayed = layer_collectives(run, layer), replay_collectives(run, layer)
+    kept = kept_activations(run, layer, tokens=tokens)
+    full = layer_flops(run.model, run.lowrank, layer, tokens=tokens, attention="full")
+    causal = layer_flops(run.model, run.lowrank, layer, tokens=tokens, attention="causal")
+    again, again_causal = (
+        replay_flops(run, layer, tokens=tokens, attention=attention).forward for attention in ("full", "causal")
+    )
+    return {
+        "layer": layer, "num_layers": run.model.num_layers, "recompute": run.train.recompute,
+        "latent_store": run.train.latent_store, "grouping": run.parallel.grouping,
+        "wire_bytes_per_layer": ring_bytes(run, traffic.both, tokens=tokens),
+        "statistic_wire_bytes_per_layer": ring_bytes(run, traffic.both, tokens=tokens, statistic=True),
+        "collectives_per_layer": len(traffic.both),
+        "collectives": {"forward": _plain(traffic.forward), "backward": _plain(traffic.backward)},
+        "saved_elements_per_layer": sum(tensor.elements for tensor in kept),
+        "saved_by_tensor": [[tensor.name, tensor.elements] for tensor in kept],
+        "forward_flops_per_layer": full.forward, "backward_flops_per_layer": full.backward,
+        "forward_flops_causal_per_layer": causal.forward, "backward_flops_causal_per_layer": causal.backward,
+        "replay_flops_per_layer": again, "replay_flops_causal_per_layer": again_causal,
+        "replay_collectives_per_layer": len(replayed), "replay_collectives": _plain(replayed),
+        "replay_wire_bytes_per_layer": ring_bytes(run, replayed, tokens=tokens),
     }  # fmt: skip
 
 
@@ -98,12 +165,60 @@ def as_text(counted: dict[str, Any]) -> str:
     for row in counted["bytes_per_rank"]:
         sizes = ", ".join(f"{name} {row[name] / 2**20:,.1f}" for name in ("weights", "gradients", "optimizer", "total"))
         lines.append(f"rank of stage {row['stage']}: {row['parameters']:,} parameters; MiB: {sizes}")
-    return "\n".join(lines)
+    for row in counted["wire_bytes_per_step"]:
+        causes = ", ".join(f"{cause.replace('_', ' ')} {sent / 1e6:,.1f}" for cause, sent in row.items()
+                           if cause != "stage" and (sent or cause == "total"))  # fmt: skip
+        lines.append(
+            f"sent by a rank of stage {row['stage']} per step of {counted['tokens_per_step']:,} tokens, without data "
+            f"parallelism; MB: {causes}"
+        )
+    return "\n".join([*lines, *counted["placement_reason"], *_layer_lines(counted)])
+
+
+def _layer_lines(counted: dict[str, Any]) -> list[str]:
+    tokens, collectives = counted["tokens"], counted["collectives"]
+    rows = [
+        ("forward FLOPs", f"{counted['forward_flops_per_layer']:,}",
+         f"attention causal: {counted['forward_flops_causal_per_layer']:,}"),
+        ("backward FLOPs", f"{counted['backward_flops_per_layer']:,}",
+         f"attention causal: {counted['backward_flops_causal_per_layer']:,}"),
+        ("replayed FLOPs", f"{counted['replay_flops_per_layer']:,}",
+         f"attention causal: {counted['replay_flops_causal_per_layer']:,}"),
+        ("wire bytes", f"{counted['wire_bytes_per_layer']:,}",
+         f"norm statistic {counted['statistic_wire_bytes_per_layer']:,} more, replay "
+         f"{counted['replay_wire_bytes_per_layer']:,} more"),
+        ("collectives", str(counted["collectives_per_layer"]), "width of each, in entries per token:"),
+        ("  forward", str(len(collectives["forward"])), _short_list(collectives["forward"])),
+        ("  backward", str(len(collectives["backward"])), _short_list(collectives["backward"])),
+        ("  replay", str(counted["replay_collectives_per_layer"]), _short_list(counted["replay_collectives"])),
+        ("kept entries", f"{counted['saved_elements_per_layer']:,}", "tensor by tensor:"),
+        *(("", f"{elements:,}", name) for name, elements in counted["saved_by_tensor"]),
+    ]  # fmt: skip
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return [
+        f"layer {counted['layer']} of {counted['num_layers']}, one row of {tokens} tokens, recompute "
+        f"{counted['recompute']}; FLOPs of all ranks, attention full; the rest on one rank:",
+        *(f"  {name:<{first}}  {number:>{second}}  {note}".rstrip() for name, number, note in rows),
+    ]
+
+
+def _plain(exchanges: Iterable[Exchange]) -> list[dict[str, Any]]:
+    return [{"kind": e.kind, "width": e.width, "statistic": e.statistic} for e in exchanges]
+
+
+def _short_list(exchanges: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{e['kind']} {e['width']}" + (f"+{e['statistic']}" if e["statistic"] else "") for e in exchanges)
 
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, allowed: a positive integer")
+    return int(text)
+
+
+def _index(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"found {text!r}, allowed: an index from 0")
     return int(text)
 
 

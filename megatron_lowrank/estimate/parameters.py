@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.config.parallel import ParallelConfig
 from megatron_lowrank.names import CanonicalParameter, canonical_parameters
-from megatron_lowrank.placement import shard_axis
+from megatron_lowrank.placement import PLACEMENTS, PartKind, shard_axis
+from megatron_lowrank.roles import ROLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +55,14 @@ def dense_equivalent(lowrank: LowRankConfig) -> LowRankConfig:
     return replace(lowrank, method="dense")
 
 
-def rank_parameters(model: ModelConfig, lowrank: LowRankConfig, parallel: ParallelConfig, stage: int) -> int:
+def rank_parameters(
+    model: ModelConfig,
+    lowrank: LowRankConfig,
+    parallel: ParallelConfig,
+    stage: int,
+    *,
+    kinds: Collection[PartKind] | None = None,
+) -> int:
     """Parameters held by one tensor-parallel rank of a pipeline stage, vocabulary padding included.
 
     Every rank of a tensor-parallel group holds the same number. The embedding is on the first stage and the output
@@ -64,23 +73,66 @@ def rank_parameters(model: ModelConfig, lowrank: LowRankConfig, parallel: Parall
         lowrank: method and ranks.
         parallel: sizes and placement. With interleaving, layers go round the stages chunk by chunk.
         stage: pipeline stage, from 0.
+        kinds: count these alone. Default: every kind.
     """
-    stages, total = parallel.pipeline_parallel_size, 0
-    for parameter in canonical_parameters(model, lowrank):
-        size = _local_size(parameter, model, lowrank, parallel)
-        if parameter.kind == "embedding":
-            copies = int(stage == 0) + int(model.tie_embeddings and stages > 1 and stage == stages - 1)
-        elif parameter.layer is None:
-            copies = int(stage == stages - 1)
-        else:
-            copies = int(_on_stage(parameter.layer, model, parallel, stage))
-        total += size * copies
-    return total
+    return sum(
+        _local_size(parameter, model, lowrank, parallel)
+        for parameter in _stage_parameters(model, lowrank, parallel, stage)
+        if kinds is None or parameter.kind in kinds
+    )
 
 
-def _on_stage(layer: int, model: ModelConfig, parallel: ParallelConfig, stage: int) -> bool:
+def summed_parameters(
+    model: ModelConfig,
+    lowrank: LowRankConfig,
+    parallel: ParallelConfig,
+    stage: int,
+    *,
+    kinds: Collection[PartKind] | None = None,
+) -> int:
+    """Parameters whose gradients are summed over the tensor-parallel ranks, once per optimizer step.
+
+    They are held by every rank, and each rank has met its own tokens only. Arguments as for `rank_parameters`.
+    """
+    if parallel.tensor_parallel_size == 1 or not PLACEMENTS[parallel.placement_of(lowrank.method)].sequence_parallel:
+        return 0
+    return sum(
+        math.prod(parameter.shape)
+        for parameter in _stage_parameters(model, lowrank, parallel, stage)
+        if _axis(parameter, lowrank, parallel) is None and (kinds is None or parameter.kind in kinds)
+    )
+
+
+def layers_of_stage(model: ModelConfig, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
+    """Global indices of the layers of a pipeline stage, all its model chunks together."""
     chunks = range(parallel.virtual_pipeline_size or 1)
-    return any(layer in parallel.stage_layers(model.num_layers, stage, chunk) for chunk in chunks)
+    return tuple(layer for chunk in chunks for layer in parallel.stage_layers(model.num_layers, stage, chunk))
+
+
+def _stage_parameters(
+    model: ModelConfig, lowrank: LowRankConfig, parallel: ParallelConfig, stage: int
+) -> Iterator[CanonicalParameter]:
+    last, here = parallel.pipeline_parallel_size - 1, layers_of_stage(model, parallel, stage)
+    for parameter in canonical_parameters(model, lowrank):
+        if parameter.kind == "embedding":
+            held = stage == 0 or (model.tie_embeddings and stage == last)
+        else:
+            held = stage == last if parameter.layer is None else parameter.layer in here
+        if held:
+            yield parameter
+
+
+def _axis(parameter: CanonicalParameter, lowrank: LowRankConfig, parallel: ParallelConfig) -> int | None:
+    layer, role = parameter.layer, parameter.role
+    if layer is None:
+        return 0 if parameter.kind in ("embedding", "output") else None  # the final norm is on every rank
+    return shard_axis(
+        parallel.placement_of(lowrank.method),
+        parameter.kind,
+        role,
+        dense=role is not None and lowrank.is_dense(layer, role),
+        dense_layer=all(lowrank.is_dense(layer, other) for other in ROLES),
+    )
 
 
 def _local_size(
@@ -89,10 +141,4 @@ def _local_size(
     t = parallel.tensor_parallel_size
     if parameter.kind in ("embedding", "output"):
         return model.padded_vocab_size(t) // t * model.hidden_size
-    dense = parameter.role is not None and lowrank.is_dense(parameter.layer or 0, parameter.role)
-    shard_dim = (
-        shard_axis(parallel.placement_of(lowrank.method), parameter.kind, parameter.role, dense=dense)
-        if parameter.layer is not None
-        else None
-    )
-    return math.prod(parameter.shape) // (1 if shard_dim is None else t)
+    return math.prod(parameter.shape) // (1 if _axis(parameter, lowrank, parallel) is None else t)

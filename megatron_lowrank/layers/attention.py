@@ -67,7 +67,8 @@ class LowRankSelfAttention(MegatronModule):
             pg_collection=pg_collection,
         )  # fmt: skip
         self.linear_proj = build_module(submodules.linear_proj, config=config)
-        self.keeps_attention = lr_plan.recompute == "latent_keep_attention"
+        self.replays = lr_plan.replays
+        self.keeps_attention = lr_plan.replays and lr_plan.recompute == "latent_keep_attention"
 
     def forward(
         self,
@@ -96,13 +97,14 @@ class LowRankSelfAttention(MegatronModule):
         def project(*latents: torch.Tensor) -> Tensors:
             q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in self.linear_qkv.split(latents))
             q, k = (_Rotate.apply(x, angles) for x in (q, k))  # type: ignore[no-untyped-call]
-            return q, k, v
+            # Out of a batched product v would keep the buffer alive that it shares with the unturned q and k.
+            return q, k, v if v.untyped_storage().nbytes() == v.nbytes else v.contiguous().clone()
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return self.core_attention(q, k, v, attention_mask, attn_mask_type=self.attn_mask_type)  # type: ignore[no-any-return]
 
         latents = self.linear_qkv.latents(hidden_states)
-        segment = Segment(self.linear_qkv.replays)
+        segment = Segment(self.replays)
         if not self.keeps_attention:
             (entered,) = segment.run(lambda *z: (self.linear_proj.enter(attend(*project(*z))),), *latents)
             with segment.not_kept():
@@ -110,7 +112,7 @@ class LowRankSelfAttention(MegatronModule):
         qkv = segment.run(project, *latents)
         with segment.not_kept():
             context = attend(*qkv)
-        entry = Segment(self.linear_proj.replays and self.linear_proj.enters)
+        entry = Segment(self.linear_proj.enters)
         (entered,) = entry.run(lambda x: (self.linear_proj.enter(x),), context)
         with entry.not_kept():
             return self.linear_proj(entered)  # type: ignore[no-any-return]

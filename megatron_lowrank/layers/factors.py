@@ -23,7 +23,7 @@ from megatron_lowrank.layers.online_norm import OnlineNorm, online_norm_down
 from megatron_lowrank.layers.products import Branch, UpPlan, down, up
 from megatron_lowrank.names import role_key
 from megatron_lowrank.placement import DENSE_PLANS, Op, PairPlan
-from megatron_lowrank.roles import ROLE_TABLE, Role
+from megatron_lowrank.roles import ROLE_TABLE, ROLES, Role
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -72,6 +72,12 @@ class LayerPlan:
     def size(self) -> int:
         """Ranks of the tensor-parallel group."""
         return dist.get_world_size(self.tp_group)
+
+    @property
+    def replays(self) -> bool:
+        """Whether this layer keeps bottlenecks alone; one without any pair has nothing to keep them by."""
+        low_rank = any(not self.lowrank.is_dense(self.layer, role) for role in ROLES)
+        return low_rank and self.recompute.startswith("latent")
 
     def rank_of(self, role: Role) -> int:
         """R of a role in this layer."""

@@ -53,7 +53,6 @@ class LinearGroup(MegatronModule):
             self.down = DownFactors(pairs, self.cells, lr_plan, config)
             self.up = UpFactors(pairs, self.cells, lr_plan, config)
         self.hidden_sharded = bool(pairs) and PLACEMENTS[lr_plan.placement].residual == "hidden" and lr_plan.size > 1
-        self.replays = bool(pairs) and lr_plan.recompute.startswith("latent")
 
     def canonical_parts(self) -> list[Part]:
         """Parts of every role."""
@@ -87,7 +86,7 @@ class ColumnGroup(LinearGroup):
             self.norm = lr_plan.backend.norm(config=config, hidden_size=hidden, eps=epsilon)
         # Whole bottlenecks are kept, so that no replay has to gather them again.
         self.keeps_whole = (
-            self.replays
+            lr_plan.replays
             and lr_plan.latent_store == "gathered"
             and lr_plan.size > 1
             and self.cells is not None
@@ -104,16 +103,15 @@ class ColumnGroup(LinearGroup):
         if self.online is not None and self.down is not None:
             x = x.view(x.shape[0] * self.plan.size, x.shape[1], -1) if self.hidden_sharded else x
             return self.down.after_norm(self.online, x, self.norm())
-        dense: Tensors = ()
         if self.down is None or self.cells is None:
             assert self.dense is not None
             return self.dense(self.norm(x))[0]  # type: ignore[no-any-return]
         if self.dense is not None:
             # A dense role keeps its input, so there is nothing to rebuild.
             normed = self.norm(x)
-            dense = self.dense(normed)[0]
-            return (*self.to_keep(self.down(apply_op(self.cells.c0, normed, group))), *dense)
-        segment, op = Segment(self.replays), self.cells.c0
+            latents = self.to_keep(self.down(apply_op(self.cells.c0, normed, group)))
+            return (*latents, *self.dense(normed)[0])
+        segment, op = Segment(self.plan.replays), self.cells.c0
         (normed,) = segment.run(lambda x: (apply_op(op, self.norm(x), group),), x)
         with segment.not_kept():
             return self.to_keep(self.down(normed))
@@ -196,7 +194,7 @@ class RowGroup(LinearGroup):
         (role,) = self.roles
         latents = self.down(entered)
         # sigma is rebuilt, c2 and B are not: their input is all that they save.
-        segment = Segment(self.replays and self.plan.lowrank.sigma != "identity")
+        segment = Segment(self.plan.replays and self.plan.lowrank.sigma != "identity")
         activated = segment.run(lambda *z: tuple(self.sigma(each) for each in z), *latents)
         with segment.not_kept():
             (out,) = self.up(activated)

@@ -39,7 +39,7 @@ class LowRankMLP(MegatronModule):
         super().__init__(config)
         self.linear_fc1 = build_module(submodules.linear_fc1, config=config)
         self.linear_fc2 = build_module(submodules.linear_fc2, config=config)
-        self.keep = lr_plan.lowrank.mlp == "keep"
+        self.keep, self.replays = lr_plan.lowrank.mlp == "keep", lr_plan.replays
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual [S/t, B, H] -> ([S/t, B, H], bias not added yet or None)."""
@@ -49,7 +49,7 @@ class LowRankMLP(MegatronModule):
             product = _SwiGLU.apply(gate, up) if self.keep else gate * up  # type: ignore[no-untyped-call]
             return (self.linear_fc2.enter(product),)
 
-        segment = Segment(self.linear_fc1.replays)
+        segment = Segment(self.replays)
         (entered,) = segment.run(gated, *self.linear_fc1.latents(x))
         with segment.not_kept():
             return self.linear_fc2(entered)  # type: ignore[no-any-return]

@@ -51,14 +51,15 @@ def paired_ratio(slow: Timing, fast: Timing) -> float:
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
 
 
-def _addmm_flops(out: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **kwargs: Any) -> int:
+def addmm_flops(out: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **kwargs: Any) -> int:
+    """FLOPs of out += a b from the shapes."""
     return 2 * a[0] * a[1] * b[1]
 
 
 def matmul_flops(step: Callable[[], Any]) -> int:
     """FLOPs of the matrix products that a step really runs (multiply-add = 2); attention kernels are not among them."""
     # Torch's own table leaves out the accumulating form.
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops}) as counter:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops}) as counter:
         step()
     counts = counter.get_flop_counts()["Global"]
     return sum(flops for op, flops in counts.items() if op.__name__.split(".")[0] in _PRODUCTS)

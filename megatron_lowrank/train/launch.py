@@ -24,6 +24,7 @@ from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore
 from megatron_lowrank import compat
 from megatron_lowrank.checkpoint.agree import FAILED, AgreedError, as_agreed
 from megatron_lowrank.config import RunConfig
+from megatron_lowrank.estimate import Choice, resolve_placement
 from megatron_lowrank.platform import cpu
 from megatron_lowrank.train.failure import LaunchError, speak_through
 from megatron_lowrank.train.notices import report_warnings
@@ -90,13 +91,16 @@ def launched(read_config: Callable[[], RunConfig], world: World | None = None) -
         LaunchError: the ranks did not meet.
     """
     run: RunConfig | None = None
+    choice: Choice | None = None
     error: AgreedError | None = None
     try:
         world = World.from_environment() if world is None else world
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if world.rank else sys.stdout):
             run = read_config()  # prints one --help, not one per rank
-        run.check_world(world.size)
         device = choose_device(run, world)
+        run, choice = resolve_placement(
+            run, data_parallel_size=run.check_world(world.size), device_memory_gib=_device_memory(device, world)
+        )
     except Exception as caught:
         error = as_agreed(caught)
         if world is None:
@@ -108,6 +112,8 @@ def launched(read_config: Callable[[], RunConfig], world: World | None = None) -
     assert run is not None and world is not None
     speak_through(store)
     report_warnings(world.rank, store)
+    if choice is not None and world.rank == 0:
+        print("\n".join(choice.reason))
     prepare_device(run, world, device)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
@@ -138,6 +144,13 @@ def choose_device(run: RunConfig, world: World) -> str:
     if visible and world.local_rank >= visible:
         raise ValueError(f"LOCAL_RANK: found {world.local_rank}, but {visible} GPU(s) are visible; one rank per GPU")
     return "cuda" if visible else "cpu"
+
+
+def _device_memory(device: str, world: World) -> float | None:
+    """GiB of this rank's device; None where there is no limit to plan with."""
+    if device == "cpu":
+        return None
+    return torch.cuda.get_device_properties(world.local_rank).total_memory / 2**30
 
 
 def prepare_device(run: RunConfig, world: World, device: str) -> None:

@@ -43,7 +43,7 @@ def describe_run(run: RunConfig, models: Sequence[nn.Module], datasets: Datasets
         ", ".join(f"{package} {version}" for package, version in found.items()),
         f"{dist.get_world_size()} ranks over {dist.get_backend()}: tensor {p.tensor_parallel_size}, pipeline "
         f"{p.pipeline_parallel_size}{interleaved}, data {parallel_state.get_data_parallel_world_size()}; placement "
-        f"{run.placement}, {run.train.precision}",
+        f"{run.placement}, recompute {run.train.recompute}, {run.train.precision}",
         f"parameters: {actual:,}; dense model of the same shape: {dense:,} ({actual / dense:.1%})",
         f"data: {files}; {len(train):,} training rows of {run.train.sequence_length} tokens, "
         f"{0 if valid is None else len(valid):,} validation rows; {tokenizer.kind} tokenizer",
