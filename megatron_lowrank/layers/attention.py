@@ -108,14 +108,16 @@ class LowRankSelfAttention(MegatronModule):
         if not self.keeps_attention:
             (entered,) = segment.run(lambda *z: (self.linear_proj.enter(attend(*project(*z))),), *latents)
             with segment.not_kept():
-                return self.linear_proj(entered)  # type: ignore[no-any-return]
+                kept = self.linear_proj.latents(entered)
+            return self.linear_proj.finish(kept)  # type: ignore[no-any-return]
         qkv = segment.run(project, *latents)
         with segment.not_kept():
             context = attend(*qkv)
         entry = Segment(self.linear_proj.enters)
         (entered,) = entry.run(lambda x: (self.linear_proj.enter(x),), context)
         with entry.not_kept():
-            return self.linear_proj(entered)  # type: ignore[no-any-return]
+            kept = self.linear_proj.latents(entered)
+        return self.linear_proj.finish(kept)  # type: ignore[no-any-return]
 
 
 class CausalAttention(MegatronModule):

@@ -233,6 +233,11 @@ class DenseRoles(MegatronModule):
         out, bias = self.linear(x)
         return torch.split(out, list(self.widths.values()), dim=-1), bias
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias of a row linear, which the residual add takes."""
+        return self.linear.bias if self.linear.bias is not None and self.linear.bias.numel() else None  # type: ignore[no-any-return]
+
     def canonical_parts(self) -> list[Part]:
         """W of each role (rows of the stock weight) and its bias."""
         cells = DENSE_PLANS[self.kind]

@@ -185,26 +185,35 @@ class RowGroup(LinearGroup):
         """Whether `enter` moves anything in the forward pass."""
         return self.cells is not None and OPS[self.cells.c0][0] is not None and self.plan.size > 1
 
-    def forward(self, entered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `enter` gave -> megatron-core's contract of a row slot; the residual add takes the bias, once."""
-        if self.down is None or self.up is None:
+    def latents(self, entered: torch.Tensor) -> Tensors:
+        """What `enter` gave -> what is kept for backward: z = c1(A x), or a dense role's output."""
+        if self.down is not None:
+            return self.down(entered)  # type: ignore[no-any-return]
+        assert self.dense is not None
+        return self.dense(entered)[0]  # type: ignore[no-any-return]
+
+    def finish(self, latents: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `latents` gave -> megatron-core's contract of a row slot; the residual add takes the bias, once."""
+        if self.up is None or self.cells is None:
             assert self.dense is not None
-            (out,), bias = self.dense(entered)
-            return out, bias
+            return latents[0], self.dense.bias
         (role,) = self.roles
-        latents = self.down(entered)
         # sigma is rebuilt, c2 and B are not: their input is all that they save.
         segment = Segment(self.plan.replays and self.plan.lowrank.sigma != "identity")
         activated = segment.run(lambda *z: tuple(self.sigma(each) for each in z), *latents)
         with segment.not_kept():
             (out,) = self.up(activated)
-        out = apply_op(self.cells.c3, out, self.plan.tp_group)  # type: ignore[union-attr]
+        out = apply_op(self.cells.c3, out, self.plan.tp_group)
         bias = self.up.bias(role)
         if not self.hidden_sharded:
             return out, bias
         # In megatron-core's shape a cut bias would not line up with its columns.
         out = out if bias is None else out + bias
         return out.view(out.shape[0] // self.plan.size, out.shape[1], -1), None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All stages at once."""
+        return self.finish(self.latents(self.enter(x)))
 
 
 class OutGroup(RowGroup):

@@ -52,7 +52,8 @@ class LowRankMLP(MegatronModule):
         segment = Segment(self.replays)
         (entered,) = segment.run(gated, *self.linear_fc1.latents(x))
         with segment.not_kept():
-            return self.linear_fc2(entered)  # type: ignore[no-any-return]
+            kept = self.linear_fc2.latents(entered)
+        return self.linear_fc2.finish(kept)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """What becomes of the SiLU."""
