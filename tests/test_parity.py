@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from parity_cases import (
+    MODEL,
+    PLACEMENTS,
+    Tensors,
+    assert_equals_reference,
+    next_token_batch,
+    reference_of,
+    with_parallel,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_lowrank.config import LowRankConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig, preset
+from megatron_lowrank.config import LowRankConfig, RunConfig, TrainConfig, preset
 from megatron_lowrank.convert.canonical import read_canonical, save_canonical
 from megatron_lowrank.convert.cola import open_cola
 from megatron_lowrank.convert.cola_layout import reference_key
 from megatron_lowrank.layers.init import draw, seed_of
-from megatron_lowrank.layers.reference import reference_logits, reference_loss
-from megatron_lowrank.names import canonical_parameters
-from megatron_lowrank.testing.compare import assert_close, assert_equal
+from megatron_lowrank.names import EMBEDDING, canonical_parameters, role_key
+from megatron_lowrank.testing.compare import TOLERANCE, assert_equal
+from megatron_lowrank.testing.ranks import run_ranks
 from megatron_lowrank.testing.whole_model import Outcome, run_whole_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -30,28 +38,6 @@ def fixture(name: str, tmp_path: Path) -> tuple[RunConfig, dict[str, Tensor], di
     model, lowrank, tensors = read_canonical(tmp_path / "canonical")
     expected = load_file(FIXTURES / name / "expected.safetensors")
     return RunConfig(model=model, lowrank=lowrank, train=TrainConfig(sequence_length=48)), dict(tensors), expected
-
-
-def with_parallel(run: RunConfig, tp: int, pp: int, vpp: int | None = None) -> RunConfig:
-    """The run at other parallel sizes; an odd layer goes to the first stage."""
-    first = -(-run.model.num_layers // pp) if pp > 1 and run.model.num_layers % pp else None
-    return replace(
-        run,
-        parallel=ParallelConfig(
-            tensor_parallel_size=tp,
-            pipeline_parallel_size=pp,
-            virtual_pipeline_size=vpp,
-            num_layers_in_first_pipeline_stage=first,
-        ),
-    )
-
-
-def next_token_batch(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and mask whose last position does not count."""
-    labels = torch.roll(ids, -1, 1)
-    mask = torch.ones(ids.shape)
-    mask[:, -1] = 0
-    return ids, labels, mask
 
 
 def assert_meets_fixture(outcome: Outcome, run: RunConfig, expected: dict[str, Tensor]) -> None:
@@ -81,6 +67,25 @@ def test_fixture_numbers(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     assert_meets_fixture(outcome, run, expected)
 
 
+POLICIES = ("none", "latent", "latent_keep_attention", "full")
+BY_PLACEMENT = [
+    *((1, 1, placement, policy) for placement, policy in zip(PLACEMENTS, POLICIES, strict=True)),
+    *((2, 1, placement, policy) for placement in PLACEMENTS for policy in POLICIES),
+    *((4, 1, placement, "latent") for placement in PLACEMENTS),
+    *((2, 2, placement, "none") for placement in ("btp", "btp_sp")),
+]
+
+
+@pytest.mark.parametrize("tp,pp,placement,policy", BY_PLACEMENT)
+@pytest.mark.parametrize("name", ["cola_tiny", "cola_tiny_both_sigma"])
+def test_fixture_numbers_under_every_placement(
+    name: str, tp: int, pp: int, placement: str, policy: str, tmp_path: Path
+) -> None:
+    run, tensors, expected = fixture(name, tmp_path)
+    cut = with_parallel(run, tp, pp, placement=placement, recompute=policy)
+    assert_meets_fixture(run_whole_model(cut, tensors, *next_token_batch(expected["input_ids"])), run, expected)
+
+
 @pytest.mark.parametrize("fault", ["epsilon", "gate_up"])
 def test_fixture_notices_faults(fault: str, tmp_path: Path) -> None:
     run, tensors, expected = fixture("cola_tiny_both_sigma", tmp_path)
@@ -94,8 +99,6 @@ def test_fixture_notices_faults(fault: str, tmp_path: Path) -> None:
         assert_meets_fixture(outcome, run, expected)
 
 
-MODEL = ModelConfig(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=131,
-                    pad_token_id=None)  # fmt: skip
 VARIANTS = {
     "cola": (MODEL, LowRankConfig(method="cola", rank=8)),
     "svd": (MODEL, LowRankConfig(method="svd", rank=8)),
@@ -114,27 +117,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[str, Any]:
-    """Per variant: fp64 weights, a batch with an uneven mask, and the naive reference's logits, loss and gradients."""
-    out = {}
-    for name, (model, lowrank) in VARIANTS.items():
-        tensors = {p.name: draw(p, 3).double() for p in canonical_parameters(model, lowrank)}
-        for key, tensor in tensors.items():
-            if "norm" in key:  # not all ones, so that a misplaced gain shows
-                tensor *= torch.linspace(0.5, 1.5, tensor.numel(), dtype=torch.float64)
-        ids = torch.randint(0, model.vocab_size, (4, 24), generator=torch.Generator().manual_seed(5))
-        tokens, labels, mask = next_token_batch(ids)
-        mask[0, :7] = 0
-        mask[3, 2:] = 0
-        leaves = {key: tensor.clone().requires_grad_() for key, tensor in tensors.items()}
-        loss, _ = reference_loss(model, lowrank, leaves, tokens, labels, mask)
-        loss.backward()
-        logits = reference_logits(model, lowrank, tensors, tokens)
-        out[name] = (tensors, (tokens, labels, mask), logits, loss.detach(), {k: v.grad for k, v in leaves.items()})
-    return out
-
-
 CASES = [(1, 1, None, 1), (2, 1, None, 1), (4, 1, None, 1), (1, 2, None, 1), (1, 2, 2, 1), (2, 2, None, 1),
          (2, 1, None, 2), (1, 1, None, 2)]  # fmt: skip
 
@@ -144,18 +126,66 @@ FITTING = [(name, *case) for name in VARIANTS for case in CASES if VARIANTS[name
 
 
 @pytest.mark.parametrize(("name", "tp", "pp", "vpp", "dp"), FITTING)
-def test_equals_reference_in_fp64(name: str, tp: int, pp: int, vpp: int | None, dp: int, references) -> None:  # type: ignore[no-untyped-def]
-    """Groups smaller than the world included; a wrong reduction, scale or shard shows at 1e-12."""
-    model, lowrank = VARIANTS[name]
-    tensors, batch, logits, loss, gradients = references[name]
-    run = with_parallel(RunConfig(model=model, lowrank=lowrank, train=TrainConfig(sequence_length=24)), tp, pp, vpp)
-    outcome = run_whole_model(run, tensors, *batch, world_size=tp * pp * dp)
-    assert_close(outcome.logits, logits, "logits")
-    assert_close(outcome.loss, loss, "loss")
-    assert set(outcome.gradients) == set(gradients)
-    # The token count by which megatron-core divides travels as fp32 inside: 1e-12 holds only for exact counts.
-    for key, want in gradients.items():
-        assert_close(outcome.gradients[key], want, key)
+def test_equals_reference_in_fp64(name: str, tp: int, pp: int, vpp: int | None, dp: int) -> None:
+    """The default placements; the others are in `test_placements.py`. Groups smaller than the world included."""
+    assert_equals_reference(reference_of(*VARIANTS[name]), tp, pp, vpp, replicas=dp)
+
+
+def unbalance(tensors: Tensors) -> None:
+    """A few large channels of the residual, all on the first rank, and nothing on the last of two or four."""
+    tensors[EMBEDDING][:, [1, 2, 6]] *= 40
+    tensors[EMBEDDING][:, 16:] = 0
+
+
+@pytest.mark.parametrize("grouping", [True, False])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_unbalanced_residual(tp: int, grouping: bool) -> None:
+    """Where the residual is cut by width, its norm needs the whole row; similar shards would hide a local one."""
+    reference = reference_of(*VARIANTS["cola"], unbalance)
+    assert_equals_reference(reference, tp, placement="btp", grouping=grouping)
+
+
+def local_norms(x: Tensor, scaled: Tensor, a: Tensor, size: int, epsilon: float) -> dict[str, list[Tensor]]:
+    """Three ways to norm a residual that is cut by width: what each rank would take for the bottleneck.
+
+    Args:
+        x: The residual [tokens, H].
+        scaled: x * gain.
+        a: A [R, H].
+        size: Ranks.
+        epsilon: Of the norm.
+    """
+    squares = [part.square() for part in x.chunk(size, -1)]
+    products = [part @ columns.T for part, columns in zip(scaled.chunk(size, -1), a.chunk(size, -1), strict=True)]
+    rms = [(square.mean(-1, keepdim=True) + epsilon).sqrt() for square in squares]
+    rho = (sum(square.sum(-1, keepdim=True) for square in squares) / x.shape[-1] + epsilon).sqrt()
+    of_slices = sum(product / local for product, local in zip(products, rms, strict=True))
+    return {
+        "scaled after the sum": [sum(products) / rho] * size,
+        # The listing of the paper: scale by the local RMS, sum, then multiply by local RMS / global RMS.
+        "scaled before the sum, then again": [of_slices * local / rho for local in rms],
+        "each slice by itself": [of_slices] * size,
+    }  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_local_norms_fail_on_the_unbalanced_residual(tp: int) -> None:
+    """The input of the test above tells the exact norm from the published listing, and a balanced one does not."""
+    reference = reference_of(*VARIANTS["cola"], unbalance)
+    tensors, epsilon = reference.tensors, reference.model.norm_epsilon
+    a = tensors[f"decoder.layers.0.{role_key('q', 'a')}"]
+    gain = tensors["decoder.layers.0.input_layernorm.weight"]
+    unbalanced = tensors[EMBEDDING][reference.batch[0]].flatten(0, -2)
+    balanced = unbalanced[:, : 32 // tp].repeat(1, tp)
+    for x, passing in ((unbalanced, 1), (balanced, 3)):
+        want = (x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * gain) @ a.T
+        errors = {
+            name: max((z - want).abs().max().item() for z in ranks) / want.abs().max().item()
+            for name, ranks in local_norms(x, x * gain, a, tp, epsilon).items()
+        }
+        assert sum(error < TOLERANCE[torch.float64] for error in errors.values()) == passing, errors
+        assert errors["scaled after the sum"] < TOLERANCE[torch.float64]
+        assert passing == 3 or min(errors[name] for name in list(errors)[1:]) > 0.2, errors
 
 
 def test_initial_weights_depend_on_seed_and_name() -> None:
@@ -169,19 +199,28 @@ def test_initial_weights_depend_on_seed_and_name() -> None:
     assert seed_of(42, "embedding.word_embeddings.weight") == 2017563213024532514
 
 
+INIT_LAYOUTS = [(1, 1, None), (2, 1, None), (4, 1, None), (1, 2, None), (2, 2, 2)]
+INIT_CASES = [
+    *((None, True, layout) for layout in INIT_LAYOUTS),
+    *((placement, True, layout) for placement in PLACEMENTS for layout in ((2, 2, None), (4, 1, None))),
+    *((placement, False, layout) for placement in PLACEMENTS for layout in ((2, 1, None), (2, 2, 2))),
+]
+
+
 def test_initial_weights_do_not_depend_on_the_layout() -> None:
-    """Every rank's block is bitwise that of the one full tensor."""
+    """Every rank's block is bitwise that of the one full tensor, under every placement, stacked or not."""
     run = preset("debug")
     run = replace(run, model=replace(run.model, num_layers=4, vocab_size=131, eos_token_id=1, bos_token_id=1))
-    from megatron_lowrank.testing.ranks import run_ranks
-
     full = {p.name: draw(p, run.train.seed) for p in canonical_parameters(run.model, run.lowrank)}
-    for tp, pp, vpp in ((1, 1, None), (2, 1, None), (4, 1, None), (1, 2, None), (2, 2, 2)):
-        cut = with_parallel(run, tp, pp, vpp)
+    for placement, grouping, (tp, pp, vpp) in INIT_CASES:
+        cut = with_parallel(run, tp, pp, vpp, placement=placement, grouping=grouping)
+        seen = set()
         for rank_blocks in run_ranks(tp * pp, _blocks, cut):
             for key, rank, axis, block in rank_blocks:
                 want = full[key] if axis is None else _padded(full[key], key, run, tp).chunk(tp, axis)[rank]
-                assert_equal(block, want, f"{key} at TP {tp} PP {pp}")
+                assert_equal(block, want, f"{key} at TP {tp} PP {pp}, {placement}")
+                seen.add(key)
+        assert seen == set(full)
 
 
 def _padded(full: Tensor, key: str, run: RunConfig, tp: int) -> Tensor:

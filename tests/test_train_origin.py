@@ -176,7 +176,7 @@ def test_training_goes_on_from_an_imported_model(imported: dict[str, Any], tmp_p
 
 
 def test_a_canonical_folder_is_read_across_tensor_parallel_ranks(imported: dict[str, Any]) -> None:
-    def weights(run: RunConfig) -> dict[str, torch.Tensor]:
+    def weights(run: RunConfig) -> dict[str, tuple[int | None, torch.Tensor]]:
         from megatron_lowrank.model import build_model, model_parts
         from megatron_lowrank.train.launch import start_model_parallel
         from megatron_lowrank.train.origin import load_canonical_weights
@@ -184,16 +184,19 @@ def test_a_canonical_folder_is_read_across_tensor_parallel_ranks(imported: dict[
         start_model_parallel(run)
         models = build_model(run)
         load_canonical_weights(imported["folder"], run, models)
-        return {part.key: part.block.clone() for part in model_parts(models[0]) if part.axis is not None}
+        return {part.key: (part.axis, part.block.clone()) for part in model_parts(models[0])}
 
     from megatron_lowrank.convert import load_canonical
 
     run = tiny_run(imported, Path("nowhere"))
     run = replace(run, train=replace(run.train, sequence_length=32))
-    first, second = run_ranks(2, weights, replace(run, parallel=replace(run.parallel, tensor_parallel_size=2)))
     full = load_canonical(imported["folder"])
-    key = "decoder.layers.2.mlp.linear_fc2_down_proj.weight"
-    assert torch.equal(torch.cat([first[key], second[key]]), full[key])
+    for placement in ("vanilla", "btp", "btp_sp"):
+        cut = replace(run, parallel=replace(run.parallel, tensor_parallel_size=2, placement=placement))
+        first, second = run_ranks(2, weights, cut)
+        for key, (axis, block) in first.items():
+            whole = block if axis is None else torch.cat([block, second[key][1]], axis)
+            assert torch.equal(whole[: full[key].shape[0]], full[key]), key
 
 
 def test_a_canonical_folder_that_does_not_fit(imported: dict[str, Any], tmp_path: Path) -> None:

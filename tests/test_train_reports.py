@@ -62,7 +62,8 @@ def test_the_slots_of_every_stage_and_chunk_are_described() -> None:
     assert first == second
     lines = [line for line in first.splitlines() if line.startswith("layers ")]
     assert lines == ["layers 0, 1, 2:", "layers 3:"]
-    assert ": rank 16 " not in first[first.index("layers 3:") :] and ": rank 16 " in first
+    low_rank, dense = first.split("layers 3:")
+    assert "ranks q 16, k 16, v 16" in low_rank and "ranks" not in dense and "q,k,v: dense" in dense
 
 
 class Store:
