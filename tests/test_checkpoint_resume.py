@@ -26,6 +26,7 @@ LAYOUTS: dict[str, list[Layout]] = {
         {"tp": 2},
         {"pp": 2},
         {"model": {"vocab_size": 4000}, "lowrank": UNEVEN},  # DP 2: tiny factors beside a large embedding
+        {"tp": 2, "parallel": {"placement": "btp"}, "train": {"recompute": "latent"}},
         {"tp": 2, "distributed": False, "optimizer": {"decay_norms_and_biases": False}},  # two groups of parameters
         {"pp": 2, "model": {"tie_embeddings": True}},
         {"pp": 2, "vpp": 2, "model": {"num_layers": 4}},

@@ -106,8 +106,8 @@ BAD: dict[str, tuple[list[str], str]] = {
                 "does: 8; btp_sp and btp take any rank"),
     "tp hidden": (["--parallel.placement", "btp", "--parallel.tensor_parallel_size", "4", "--model.hidden_size", "66",
                    "--model.kv_channels", "16"],
-                  "found 4, which does not divide model.hidden_size 66; the nearest model.hidden_size that it divides is "
-                  "68"),
+                  "found 4, which does not divide model.hidden_size 66; the nearest model.hidden_size that it "
+                  "divides is 68"),
     "btp dense role": (["--parallel.placement", "btp", "--lowrank.dense_roles", "[q]"],
                        "lowrank.dense_roles: found q dense in layer 0; placement 'btp' allows a layer whose roles are "
                        "all dense"),
@@ -131,7 +131,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "dense placement": (["--lowrank.method", "dense", "--parallel.placement", "vanilla"], "with lowrank.method"),
     "length": (["--train.sequence_length", "4096"], "at most model.max_position_embeddings 2048"),
     "sp length": (["--train.sequence_length", "63", "--parallel.tensor_parallel_size", "2"],
-                  "found 63, allowed with placement 'btp_sp': a multiple of parallel.tensor_parallel_size 2, such as 64"),
+                  "found 63, allowed with placement 'btp_sp': a multiple of parallel.tensor_parallel_size 2, such as "
+                  "64"),
     "layer": (["--lowrank.dense_layers", "[5]"], "found layer 5, allowed: 0 to 1"),
     "override": (["--lowrank.rank_overrides", "{foo: 3}"], "found key 'foo', allowed: attn, mlp, q"),
     "split": (["--data.split", "0,1,0"], "data.split: found '0,1,0'"),

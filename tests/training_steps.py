@@ -20,7 +20,8 @@ LENGTH, ROWS = 16, 4
 def small_run(
     name: str = "debug", *, tp: int = 1, pp: int = 1, vpp: int | None = None, distributed: bool = True,
     overlap: bool = False, precision: Literal["fp32", "bf16"] = "fp32", model: dict[str, Any] | None = None,
-    lowrank: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None, seed: int = 42, keep: int = 2,
+    lowrank: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None, train: dict[str, Any] | None = None, seed: int = 42, keep: int = 2,
 ) -> RunConfig:  # fmt: skip
     """A run of the debug preset's size, cut as asked; its schedule has two steps of warm-up and twenty in all."""
     run = preset(name)
@@ -33,11 +34,11 @@ def small_run(
         schedule=replace(run.schedule, decay="cosine", warmup_steps=2, decay_steps=20),
         parallel=replace(
             run.parallel, tensor_parallel_size=tp, pipeline_parallel_size=pp, virtual_pipeline_size=vpp,
-            use_distributed_optimizer=distributed, overlap_grad_reduce=overlap,
+            use_distributed_optimizer=distributed, overlap_grad_reduce=overlap, **(parallel or {}),
         ),
         train=replace(
             run.train, precision=precision, sequence_length=LENGTH, micro_batch_size=1, global_batch_size=ROWS,
-            batch_ramp=None, seed=seed,
+            batch_ramp=None, seed=seed, **(train or {}),
         ),
         checkpoint=replace(run.checkpoint, keep=keep),
     )  # fmt: skip

@@ -9,31 +9,23 @@ re-statement of the published low-rank layer without megatron-core.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import sys
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from megatron_lowrank import compat
-from megatron_lowrank.config import RunConfig, preset
-from megatron_lowrank.config.cli import fail
+from megatron_lowrank.config import RunConfig
+from megatron_lowrank.testing.bench import BenchParser, origin, stack_of, write_result
+
+PROG = "bench_step"
 
 
 def main() -> None:
     """Measure, print a table, write JSON when asked."""
     args = _arguments()
-    try:
-        run = _at_width(preset(args.preset), args)
-    except ValueError as error:
-        text = str(error)
-        flag = f"--{text}" if text.startswith("preset:") else f"--width {args.width}: {text}"
-        fail(ValueError(flag), PROG)
+    run: RunConfig = args.run
     from megatron_lowrank.platform import cpu
 
     if not torch.cuda.is_available():
@@ -86,8 +78,7 @@ def main() -> None:
     result = {
         "settings": f"{args.preset} at width {args.width}, rank {run.rank_of(0, 'q')}, {args.layers} layers, batch "
         f"{args.batch}, sequence {args.sequence}, fp32, {args.threads} threads, {args.rounds} rounds",
-        "date": date.today().isoformat(), "command": f"python tools/bench_step.py {' '.join(sys.argv[1:])}".strip(),
-        **compat.versions(), "threads": args.threads, "rounds": args.rounds,
+        **origin(PROG), "threads": args.threads, "rounds": args.rounds,
         "rank": run.rank_of(0, "q"), "rows": rows,
         "dense_over_low_rank": paired_ratio(timings["dense"], timings["low-rank"]),
         "low_rank_over_plain_torch": paired_ratio(timings["low-rank"], timings["plain torch"]),
@@ -97,87 +88,26 @@ def main() -> None:
         },
     }  # fmt: skip
     _print(result)
-    if args.json is not None:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_result(args.json, result)
     dist.destroy_process_group()
 
 
-PROG = "bench_step"
+def _arguments() -> Any:
+    parser = BenchParser(PROG, __doc__)
+    parser.add_size("width", 1024, "hidden size; ffn and heads scale with it")
+    parser.add_size("layers", 2, "decoder layers in the stack")
+    parser.add_size("batch", 4, "rows")
+    parser.add_size("sequence", 256, "tokens per row")
+    parser.add_size("rounds", 15, "times each candidate runs, in turn with the others")
+    parser.add_size("threads", 2, "CPU threads of torch")
+    return parser.checked()
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(ValueError(message), PROG)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = _Parser(
-        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--preset", default="cola_350m", help="its method, activations and recipe; a low-rank one")
-    parser.add_argument("--width", type=int, default=1024, help="hidden size; ffn and heads scale with it")
-    parser.add_argument("--ratio", type=float, default=0.25, help="rank / width")
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers in the stack")
-    parser.add_argument("--batch", type=int, default=4, help="rows")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens per row")
-    parser.add_argument("--rounds", type=int, default=15, help="times each candidate runs, in turn with the others")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch")
-    parser.add_argument("--json", metavar="FILE", help="write the result there")
-    args = parser.parse_args()
-    for name in ("width", "layers", "batch", "sequence", "rounds", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: found {getattr(args, name)}, allowed: a positive integer")
-    # Torch's runtime ends the process, with a text of its own, when it cannot start as many.
-    if args.threads > (most := max(2, os.cpu_count() or 1)):
-        parser.error(f"--threads: found {args.threads}, allowed: 1 to {most} on this machine")
-    if not 0 < args.ratio <= 1:
-        parser.error(f"--ratio: found {args.ratio:g}, allowed: more than 0 and at most 1")
-    if args.json is not None:
-        _check_writable(args.json, parser)
-    return args
-
-
-def _check_writable(path: str, parser: argparse.ArgumentParser) -> None:
-    """Fails before the benchmark runs and not after it."""
-    existed = os.path.lexists(path)
-    try:
-        with open(path, "a"):
-            pass
-        if not existed:
-            os.remove(path)
-    except OSError as error:
-        parser.error(f"--json: cannot write {path!r} ({error.strerror})")
-
-
-def _at_width(run: RunConfig, args: argparse.Namespace) -> RunConfig:
-    m = run.model
-    if run.lowrank.method == "dense":
-        raise ValueError(f"preset: found {args.preset}, which is dense already, allowed: a low-rank one")
-    return replace(
-        run,
-        model=replace(
-            m, num_layers=args.layers, hidden_size=args.width, num_attention_heads=max(1, args.width // 64),
-            ffn_hidden_size=8 * round(m.ffn_hidden_size / m.hidden_size * args.width / 8), kv_channels=None,
-            num_query_groups=None, vocab_size=128, eos_token_id=1, max_position_embeddings=args.sequence,
-        ),
-        lowrank=replace(run.lowrank, rank=args.ratio, rank_overrides={}),
-        train=replace(run.train, precision="fp32", sequence_length=args.sequence),
-    )  # fmt: skip
-
-
-def _decoder(run: Any) -> Any:
+def _decoder(run: RunConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     from megatron_lowrank.model import build_model
 
     model = build_model(run)[0]
-    angles = model.rotary_pos_emb(run.train.sequence_length)
-    # The final norm belongs to no layer.
-    model.decoder.final_layernorm = None
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return model.decoder(hidden_states=x, attention_mask=None, rotary_pos_emb=angles)  # type: ignore[no-any-return]
-
+    forward = stack_of(model, run.train.sequence_length)
     forward.parameters = list(model.decoder.layers.parameters())  # type: ignore[attr-defined]
     return forward
 

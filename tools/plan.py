@@ -2,7 +2,9 @@
 
 `count` prints parameters, FLOPs per token, and the bytes of weights, gradients and optimizer state on each rank; then,
 for one layer and one micro-batch of one row, what its tensor-parallel ranks exchange, what it keeps for backward, and
-what recomputation runs again. All of it in closed form, and times are not in it.
+what recomputation runs again. All of it in closed form, and times are not in it. `--measure` also runs such a layer, in
+a smaller shape, on as many ranks of this machine, prints what they count beside what the closed forms predict for that
+shape, and exits with 1 if the two differ anywhere.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     count = commands.add_parser(
         "count", allow_abbrev=False, usage="plan count [--preset NAME] [--config FILE] [--SECTION.FIELD VALUE ...] "
-        "[--tp N] [--placement P] [--recompute R] [--dp N] [--tokens N] [--layer N] [--json]",
+        "[--tp N] [--placement P] [--recompute R] [--dp N] [--tokens N] [--layer N] [--measure] [--json]",
         description="Parameters, FLOPs, bytes of state, and what one layer exchanges, keeps and replays. Presets and "
         "fields are those of pretrain.py.",
     )  # fmt: skip
@@ -64,17 +66,24 @@ def main(arguments: list[str]) -> int:
     count.add_argument("--dp", type=_positive, default=1, metavar="N", help="data-parallel size, default 1")
     count.add_argument("--tokens", type=_positive, metavar="N", help="tokens of a row, default train.sequence_length")
     count.add_argument("--layer", type=_index, default=0, metavar="N", help="layer to look into, from 0, default 0")
+    count.add_argument("--measure", action="store_true", help="run a small layer on ranks of this machine, and compare")
     count.add_argument("--json", action="store_true", help="one JSON object")
     given, fields = parser.parse_known_args(arguments)
     try:
         short = [
             f"--{field}={getattr(given, name)}" for name, field in _SHORT.items() if getattr(given, name) is not None
         ]
-        counted = count_run(parse_run([*fields, *short], prog="plan count"), given.tokens, given.dp, given.layer)
-    except ValueError as error:
+        run = parse_run([*fields, *short], prog="plan count")
+        counted = count_run(run, given.tokens, given.dp, given.layer)
+        if given.measure:
+            counted |= measure(run, counted)
+    except (ValueError, RuntimeError, TimeoutError) as error:
         fail(error, "plan")
     print(json.dumps(counted, indent=1) if given.json else as_text(counted))
-    return 0
+    differing = [name for name, pair in counted.get("measured", {}).items() if pair["predicted"] != pair["counted"]]
+    if differing:
+        print(f"plan: error: counted differs from predicted: {', '.join(differing)}", file=sys.stderr)
+    return int(bool(differing))
 
 
 def count_run(run: RunConfig, tokens: int | None = None, data_parallel_size: int = 1, layer: int = 0) -> dict[str, Any]:
@@ -150,6 +159,29 @@ def count_layer(run: RunConfig, layer: int, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure(run: RunConfig, counted: dict[str, Any]) -> dict[str, Any]:
+    """The layer of `counted` in a small shape: what the closed forms predict, and what ranks of this machine count."""
+    # Here, not above: megatron-core takes seconds to import.
+    from megatron_lowrank import compat
+    from megatron_lowrank.platform import cpu
+
+    compat.silence_known_notices()
+    cpu.install()
+    from megatron_lowrank.testing.planned import measure_layer, shape_of, small_run
+
+    resolved = replace(
+        run, parallel=replace(run.parallel, placement=counted["placement"]),
+        train=replace(run.train, latent_store=counted["latent_store"]),
+    )  # fmt: skip
+    small = small_run(resolved, counted["layer"])
+    return {
+        "measured_shape": shape_of(small),
+        "measured": {
+            name: {"predicted": pair.predicted, "counted": pair.counted} for name, pair in measure_layer(small).items()
+        },
+    }
+
+
 def as_text(counted: dict[str, Any]) -> str:
     """The counts as lines."""
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in counted["parameters_by_kind"].items())
@@ -172,7 +204,7 @@ def as_text(counted: dict[str, Any]) -> str:
             f"sent by a rank of stage {row['stage']} per step of {counted['tokens_per_step']:,} tokens, without data "
             f"parallelism; MB: {causes}"
         )
-    return "\n".join([*lines, *counted["placement_reason"], *_layer_lines(counted)])
+    return "\n".join([*lines, *counted["placement_reason"], *_layer_lines(counted), *_measured_lines(counted)])
 
 
 def _layer_lines(counted: dict[str, Any]) -> list[str]:
@@ -200,6 +232,31 @@ def _layer_lines(counted: dict[str, Any]) -> list[str]:
         f"{counted['recompute']}; FLOPs of all ranks, attention full; the rest on one rank:",
         *(f"  {name:<{first}}  {number:>{second}}  {note}".rstrip() for name, number, note in rows),
     ]
+
+
+def _measured_lines(counted: dict[str, Any]) -> list[str]:
+    if "measured" not in counted:
+        return []
+    numbers, calls = [("", "predicted", "counted", "")], []
+    for key, pair in counted["measured"].items():
+        name, predicted, found = key.replace("_", " ").replace("flops", "FLOPs"), pair["predicted"], pair["counted"]
+        verdict = "" if predicted == found else "DIFFERS"
+        if isinstance(predicted, int):
+            numbers.append((name, f"{predicted:,}", f"{found:,}" if isinstance(found, int) else str(found), verdict))
+        else:
+            both = [_short_calls(predicted), *([f"counted {found}", verdict] if verdict else ["counted the same"])]
+            calls.append(f"  {name}: {'; '.join(both)}")
+    first, second, third = (max(len(row[column]) for row in numbers) for column in (0, 1, 2))
+    return [
+        f"the same layer in a small shape, run on {counted['tensor_parallel_size']} ranks here "
+        f"({counted['measured_shape']}); one rank, forward and backward:",
+        *(f"  {name:<{first}}  {a:>{second}}  {b:>{third}}  {verdict}".rstrip() for name, a, b, verdict in numbers),
+        *calls,
+    ]
+
+
+def _short_calls(calls: list[list[Any]]) -> str:
+    return ", ".join(f"{count} {kind} of {elements:,}" for kind, elements, count in calls) or "none"
 
 
 def _plain(exchanges: Iterable[Exchange]) -> list[dict[str, Any]]:

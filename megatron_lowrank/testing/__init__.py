@@ -2,5 +2,6 @@
 
 Nothing in the package imports this folder; tests, benchmarks and tools do.
 
-Reading order: compare.py, collectives.py, ranks.py, measure.py, layer_costs.py, plain_layer.py, whole_model.py
+Reading order: compare.py, collectives.py, ranks.py, measure.py, bench.py, layer_costs.py, planned.py, plain_layer.py,
+whole_model.py
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -44,13 +45,14 @@ class LayerCosts:
     """The same, replayed ones included."""
 
 
-def layer_costs(run: RunConfig) -> LayerCosts:
+def layer_costs(run: RunConfig, *, settle: float = 0.02) -> LayerCosts:
     """Costs of a middle layer; call it on every rank, with `testing.ranks.initialize` done and equal roles per layer.
 
     Args:
         run: One micro-batch of `train.micro_batch_size` rows is run. All layers have to be alike.
+        settle: Seconds as in `retained`.
     """
-    one, two = (_stack_costs(run, layers) for layers in (1, 2))
+    one, two = (_stack_costs(run, layers, settle) for layers in (1, 2))
     return LayerCosts(
         forward=dict(two["forward"] - one["forward"]), backward=dict(two["backward"] - one["backward"]),
         **{
@@ -59,7 +61,7 @@ def layer_costs(run: RunConfig) -> LayerCosts:
     )  # fmt: skip
 
 
-def _stack_costs(run: RunConfig, layers: int) -> dict[str, Any]:
+def _stack_costs(run: RunConfig, layers: int, settle: float) -> dict[str, Any]:
     model: Any = build_model(replace(run, model=replace(run.model, num_layers=layers)))[0]
     model.decoder.final_layernorm = None  # belongs to no layer
     length, batch, size = run.train.sequence_length, run.train.micro_batch_size, run.parallel.tensor_parallel_size
@@ -77,7 +79,7 @@ def _stack_costs(run: RunConfig, layers: int) -> dict[str, Any]:
         with counter.phase("backward"):
             torch.autograd.backward(out, grad)
     del out
-    elements, size_in_bytes = retained(forward, list(model.parameters()))
+    elements, size_in_bytes = retained(forward, list(model.parameters()), settle)
     counts = {phase: Counter(counter.sequence(phase)) for phase in ("forward", "backward")}
     forward_flops = flops(lambda: forward().detach())
     return {
@@ -95,7 +97,10 @@ def flops(step: Callable[[], Any]) -> int:
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     }
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    # Torch's tracker hooks the inputs of modules, and fails on one that a segment hands on as it came.
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    with counter:
         step()
     return int(counter.get_total_flops())
 
@@ -106,6 +111,18 @@ def _attention(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, .
 
 def _attention_backward(grad: tuple[int, ...], query: tuple[int, ...], key: tuple[int, ...], *a: Any, **k: Any) -> int:
     return 8 * math.prod(query) * key[2]
+
+
+class _NoModules:
+    """Everything is counted under one name."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> _NoModules:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
 
 
 class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -125,16 +142,24 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def retained(forward: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
+def retained(
+    forward: Callable[[], torch.Tensor], parameters: Sequence[torch.Tensor], settle: float = 0.02
+) -> tuple[int, int]:
     """(elements, bytes) of what a forward pass allocates and keeps for backward; each storage counts once.
 
     Whoever keeps it is seen: autograd, a recompute's own storage, a forgotten reference. The output itself counts,
     views of parameters do not.
+
+    Args:
+        forward: One forward pass.
+        parameters: What is there anyway.
+        settle: Seconds that the threads of gloo get to let go of what they reduced; a busy machine needs more.
     """
     known = {StorageWeakRef(parameter.untyped_storage()).cdata for parameter in parameters}  # type: ignore[no-untyped-call]
     gc.collect()
     with _Allocations() as allocations:
         output = forward()
+    time.sleep(settle)
     gc.collect()
     alive = [
         (count, size)
