@@ -18,6 +18,7 @@ if not HAS_GPU:
 def pytest_configure(config: pytest.Config) -> None:
     """Declares the markers."""
     config.addinivalue_line("markers", "slow: takes more than a few seconds; deselect with -m 'not slow'")
+    config.addinivalue_line("markers", "extended: further combinations of what is tested anyway; run with -m extended")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
 
 

@@ -25,8 +25,8 @@ from megatron_lowrank.testing.ranks import initialize, run_ranks
 from megatron_lowrank.testing.whole_model import _to_double
 
 STEPS, ROWS, LENGTH = 100, 2, 16
-STEPS_OF_FOUR = 50
-"""Of a layout with four ranks, which take seconds for every ten steps on two cores."""
+FEW_STEPS = 20
+"""Of a layout with four ranks, which take seconds for every ten steps on two cores; all STEPS in the extended tier."""
 TEXT = (Path(__file__).parent.parent / "LICENSE").read_bytes()
 TOLERANCE = 1e-9
 """Relative, of every loss and gradient norm. Worst measured: 1.6e-13 for losses, 9.8e-12 for norms."""
@@ -135,10 +135,14 @@ def gradient_norm(parameters: list[Any]) -> float:
     return float(square.sqrt())
 
 
-def curves_of(layout: dict[str, Any]) -> list[Curve]:
+def world_of(layout: dict[str, Any]) -> int:
+    """Ranks of a layout."""
+    return layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)  # type: ignore[no-any-return]
+
+
+def curves_of(layout: dict[str, Any], steps: int = STEPS) -> list[Curve]:
     """The curve as each rank of a layout sees it."""
-    world = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
-    return run_ranks(world, curve, debug_run(**layout), STEPS if world < 4 else STEPS_OF_FOUR, timeout=240)
+    return run_ranks(world_of(layout), curve, debug_run(**layout), steps, timeout=240)
 
 
 def distance(found: list[float], expected: list[float]) -> float:
@@ -152,13 +156,24 @@ def alone() -> Curve:
     return curves_of({"placement": "btp_sp"})[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_along_one_curve(layout: str, alone: Curve) -> None:
+@pytest.mark.parametrize(
+    ("layout", "steps"),
+    [
+        *((name, STEPS if world_of(layout) < 4 else FEW_STEPS) for name, layout in LAYOUTS.items()),
+        *(
+            pytest.param(name, STEPS, marks=pytest.mark.extended)
+            for name, layout in LAYOUTS.items()
+            if world_of(layout) == 4
+        ),
+    ],
+)
+def test_every_layout_trains_along_one_curve(layout: str, steps: int, alone: Curve) -> None:
     """From one set of initial weights; the global gradient norm of a step enters its update, which is clipped."""
     clip = preset("debug").optimizer.clip_grad
     assert len(alone.losses) == STEPS and alone.losses[-1] < alone.losses[0] - 1.5
     assert sum(norm > clip for norm in alone.norms) > STEPS // 2, "clipping is at work"
-    ranks = curves_of(LAYOUTS[layout])
+    ranks = curves_of(LAYOUTS[layout], steps)
+    assert len(ranks[0].losses) == steps
     assert all(rank == ranks[0] for rank in ranks)
     found = ranks[0]
     losses, norms = distance(found.losses, alone.losses), distance(found.norms, alone.norms)

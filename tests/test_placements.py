@@ -31,6 +31,7 @@ from megatron_lowrank.testing.whole_model import Outcome, run_whole_model
 from megatron_lowrank.train.step import train_step
 
 BOTTLENECK = ("btp", "btp_sp")
+CONTROLS = ("vanilla", "vanilla_replicated")
 WITH_DENSE_ROLES = ("vanilla", "btp_sp")
 
 # Four key/value heads, so that four ranks can share them.
@@ -82,8 +83,15 @@ def test_matrix_has_every_pair_of_options() -> None:
         assert pairs == set(itertools.product(options[first], options[second]))
 
 
-@pytest.mark.parametrize(("name", "recompute", "tp", "grouping", "store"), MATRIX)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "name", "recompute", "tp", "grouping", "store"),
+    [
+        # Of the controls, each model and each policy once.
+        pytest.param(placement, *row, marks=() if placement in BOTTLENECK or not number % 5 else pytest.mark.extended)
+        for placement in PLACEMENTS
+        for number, row in enumerate(MATRIX)
+    ],
+)
 def test_equals_reference(placement: str, name: str, recompute: str, tp: int, grouping: bool, store: str) -> None:
     reference = reference_of(*model_for(placement, name))
     assert_equals_reference(reference, tp, placement=placement, recompute=recompute, grouping=grouping, store=store)
@@ -122,7 +130,7 @@ def test_groups_smaller_than_the_world(
     assert_equals_reference(reference, tp, pp, vpp, replicas=replicas, placement=placement, recompute=recompute)
 
 
-@pytest.mark.parametrize("placement", ["vanilla", "vanilla_replicated"])
+@pytest.mark.parametrize("placement", CONTROLS)
 def test_controls_on_stages_and_replicas(placement: str) -> None:
     reference = reference_of(*MODELS["unequal"])
     assert_equals_reference(reference, 2, 2, None, placement=placement)
@@ -141,7 +149,7 @@ def test_ranks_that_four_ranks_cannot_share(placement: str, grouping: bool) -> N
         assert_equals_reference(reference_of(GQA, lowrank), 4, placement=placement, grouping=grouping)
 
 
-@pytest.mark.parametrize("placement", ["vanilla", "vanilla_replicated"])
+@pytest.mark.parametrize("placement", CONTROLS)
 def test_placements_that_cut_the_rank_refuse_odd_ones(placement: str) -> None:
     with pytest.raises(ValueError, match="found 4, which does not divide the rank 7 of k in layer 0"):
         run_of(reference_of(GQA, replace(ODD, rank_overrides={"q": 8})), 4, placement=placement)
@@ -164,10 +172,16 @@ def test_strong_sigma(placement: str, sigma: str, mlp: Any) -> None:
     assert_equals_reference(reference, 2, placement=placement)
 
 
-@pytest.mark.parametrize("dense_layers", [(0,), (1,), (2,), (3,), (0, 3), (1, 2), (0, 1, 2)])
-@pytest.mark.parametrize(("pp", "vpp", "recompute"), [(1, None, "latent"), (2, None, "none"), (2, 2, "full")])
+@pytest.mark.parametrize(
+    ("pp", "vpp", "recompute", "dense_layers"),
+    [
+        pytest.param(*layout, layers, marks=pytest.mark.extended if layout[0] > 1 and len(layers) == 1 else ())
+        for layout in ((1, None, "latent"), (2, None, "none"), (2, 2, "full"))
+        for layers in ((0,), (1,), (2,), (3,), (0, 3), (1, 2), (0, 1, 2))
+    ],
+)
 def test_dense_layers_between_hidden_shards(
-    dense_layers: tuple[int, ...], pp: int, vpp: int | None, recompute: str
+    pp: int, vpp: int | None, recompute: str, dense_layers: tuple[int, ...]
 ) -> None:
     """The layout changes where a dense layer begins and ends: at the ends of the stack, inside, at stage borders."""
     model, lowrank = MODELS["mixed"]
@@ -208,7 +222,9 @@ REPLAYS = {
 
 
 @pytest.mark.parametrize("name", REPLAYS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement", [*BOTTLENECK, *(pytest.param(name, marks=pytest.mark.extended) for name in CONTROLS)]
+)
 def test_recompute_changes_no_bit(placement: str, name: str) -> None:
     """Bottlenecks are kept as they were reduced, and a replay runs the same products in the same order."""
     reference = reference_of(*model_for(placement, name))
