@@ -140,7 +140,13 @@ def test_the_circle_visits_everything() -> None:
     assert {sizes["tp"] for _, _, sizes in CIRCLE} == {1, 2, 4} and CIRCLE[0] == CIRCLE[-1]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        name if len(way) == len(CIRCLE) else pytest.param(name, marks=pytest.mark.extended)
+        for name, (_, way) in MODELS.items()
+    ],
+)
 def test_every_placement_reads_what_every_other_wrote(model: str, tmp_path: Path) -> None:
     """Each layout loads what the one before it saved; the stored tensors stay the same bits all the way round.
 

@@ -24,7 +24,6 @@ STEPS = {"cola": LONG, "svd": SHORT, "dense": SHORT}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tensor parallel 2": {"tensor_parallel_size": 2},
-    "tensor parallel 4": {"tensor_parallel_size": 4},
     "pipeline 2": {"pipeline_parallel_size": 2},
     "data parallel 2": {"world": 2},
     "data parallel 2, plain optimizer": {"world": 2, "use_distributed_optimizer": False},

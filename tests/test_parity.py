@@ -77,7 +77,7 @@ BY_PLACEMENT = [
 
 
 @pytest.mark.parametrize("tp,pp,placement,policy", BY_PLACEMENT)
-@pytest.mark.parametrize("name", ["cola_tiny", "cola_tiny_both_sigma"])
+@pytest.mark.parametrize("name", [pytest.param("cola_tiny", marks=pytest.mark.extended), "cola_tiny_both_sigma"])
 def test_fixture_numbers_under_every_placement(
     name: str, tp: int, pp: int, placement: str, policy: str, tmp_path: Path
 ) -> None:
