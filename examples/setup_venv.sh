@@ -18,7 +18,7 @@ setup_venv() {
     target=$root${extra:+[$extra]}
     if [ -z "${PYTHON:-}" ] && command -v python >/dev/null && python -c 'import torch' 2>/dev/null; then
         PY=$(command -v python)
-        stamp=$root/$folder.active
+        stamp=$root/$folder.active-$(python_version "$PY")
     else
         local base=${PYTHON:-}
         if [ -z "$base" ]; then

@@ -41,7 +41,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(MegatronModule):
-    """RMSNorm for the norm slots of a layer and for the final norm (slots are called with config, hidden_size, eps).
+    """RMSNorm of a column group and the final norm (built with config, hidden_size, eps).
 
     The weight [H] is replicated over tensor parallelism. Each rank sees its own tokens under sequence parallelism, so
     the weight carries `sequence_parallel` and megatron-core sums its gradient over the group.
