@@ -119,7 +119,7 @@ def _describe(module: Any) -> str:
     if module.up is not None:
         plan = module.plan
         ranks = ", ".join(f"{role} {plan.rank_of(role)}" for role in module.up.roles)
-        details.append(f"{plan.placement} {plan.lowrank.sigma}, ranks {ranks}, {plan.recompute} recompute")
+        details.append(f"{plan.placement} {plan.lowrank.sigma}, ranks {ranks}, recompute {plan.recompute}")
     return f"{name} ({'; '.join(details)})"
 
 
