@@ -108,6 +108,9 @@ BAD: dict[str, tuple[list[str], str]] = {
                    "--model.kv_channels", "16"],
                   "found 4, which does not divide model.hidden_size 66; the nearest model.hidden_size that it "
                   "divides is 68"),
+    "replicated TE": (["--parallel.placement", "vanilla_replicated", "--model.transformer_impl", "transformer_engine"],
+                      "found 'transformer_engine', allowed with placement 'vanilla_replicated', where a rank attends "
+                      "over all heads: local"),
     "btp dense role": (["--parallel.placement", "btp", "--lowrank.dense_roles", "[q]"],
                        "lowrank.dense_roles: found q dense in layer 0; placement 'btp' allows a layer whose roles are "
                        "all dense"),

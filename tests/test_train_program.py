@@ -98,6 +98,22 @@ def test_mistake_of_all_ranks_is_one_line(text: str, tmp_path: Path) -> None:
     assert said.startswith("pretrain: error: world size: found 2 ranks") and said.count("\n") == 0
 
 
+def test_placement_auto_is_chosen_said_and_recorded(text: str, tmp_path: Path) -> None:
+    """Two ranks: too little memory is one mistake of all; else one rank says why, and the run is that of the row."""
+    out = tmp_path / "run"
+    arguments = [*SMALL, "--data.path", text, "--out", str(out), "--parallel.tensor_parallel_size", "2",
+                 "--parallel.placement", "auto", "--train.recompute", "latent"]  # fmt: skip
+    codes, said = ends(start([[*arguments, "--parallel.device_memory_gib", "0.0001"]] * 2))
+    assert codes == [2, 2] and said.count("error") == 1
+    assert said.startswith("pretrain: error: parallel.placement: found 'auto', but no placement can run (")
+    processes = start([arguments] * 2)
+    (first, _), (second, _) = (process.communicate(timeout=90) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert "placement btp_sp: " in first and "of communication per step" in first and "placement" not in second
+    recorded = json.loads((out / "run_config.json").read_text())["config"]
+    assert recorded["parallel"]["placement"] == "btp_sp" and recorded["train"]["recompute"] == "latent"
+
+
 @pytest.mark.parametrize("change", [["--bogus", "1"], ["--data.path", "/nowhere/text"]], ids=lambda value: value[0])
 def test_mistake_of_one_rank_ends_all(text: str, tmp_path: Path, change: list[str]) -> None:
     arguments = [*SMALL, "--data.path", text, "--out", str(tmp_path / "run")]

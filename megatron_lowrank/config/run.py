@@ -193,6 +193,11 @@ class RunConfig:
                 f"parallel.placement: found {self.placement!r}, allowed with lowrank.method {self.lowrank.method}: "
                 f"{', '.join((*rows, AUTO))}"
             )
+        if not row.sequence_parallel and self.model.transformer_impl != "local":
+            raise ValueError(
+                f"model.transformer_impl: found {self.model.transformer_impl!r}, allowed with placement "
+                f"{self.placement!r}, where a rank attends over all heads: local"
+            )
         if row.hidden_divides:
             self._check_divides(t, "model.hidden_size", self.model.hidden_size)
         for layer in range(self.model.num_layers):
