@@ -118,6 +118,15 @@ def test_without_gradients_a_segment_does_nothing() -> None:
     assert out.grad_fn is None and not segment._outputs
 
 
+def test_inputs_without_gradients_leave_it_to_autograd() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    segment = Segment(True)
+    (out,) = segment.run(lambda x: (x * weight,), torch.ones(2, 3))
+    with segment.not_kept():
+        out.square().sum().backward()
+    assert_equal(weight.grad, torch.full((3,), 4.0), "gradient")  # type: ignore[arg-type]
+
+
 def test_layers_of_every_kind_replay_what_they_can() -> None:
     """A dense layer keeps everything, a low-rank one beside it keeps bottlenecks; no policy for a dense model."""
     mixed = _run("latent", dense_layers=(0,))

@@ -83,8 +83,8 @@ class Segment:
                 a parameter or one of its arguments.
             *inputs: What is kept.
         """
-        if not self.active:
-            return function(*inputs)
+        if not self.active or not any(x.requires_grad for x in inputs):
+            return function(*inputs)  # autograd would see no way back to the parameters of the function
         self._outputs = _Segment.apply(function, *inputs)  # type: ignore[no-untyped-call]
         return self._outputs
 
