@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_lowrank import compat
 from megatron_lowrank.config import RunConfig
+from megatron_lowrank.config.parallel import AUTO
 from megatron_lowrank.layers.canonical import Part
 from megatron_lowrank.layers.init import initialize, set_part
 from megatron_lowrank.names import EMBEDDING, FINAL_NORM, OUTPUT
@@ -23,6 +24,8 @@ def build_model(run: RunConfig) -> list[GPTModel]:
 
     `parallel_state` has to be initialised with the sizes of `run.parallel`.
     """
+    if run.placement == AUTO:
+        raise ValueError("parallel.placement: found 'auto', allowed in a model: a row; see estimate.resolve_placement")
     compat.silence_known_notices()
     config = transformer_config(run)
     chunks: list[GPTModel] = []

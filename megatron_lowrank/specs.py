@@ -31,7 +31,6 @@ from megatron_lowrank.layers.linear import DownGroup, GateUpGroup, OutGroup, QKV
 from megatron_lowrank.layers.mlp import LowRankMLP
 from megatron_lowrank.layers.norm import RMSNorm
 from megatron_lowrank.placement import Op, residual_of
-from megatron_lowrank.roles import ROLES
 
 
 def local_backend() -> Backend:
@@ -167,7 +166,7 @@ def _conversions(run: RunConfig, layer: int) -> tuple[Op, Op]:
     def residual(index: int) -> str:
         if not 0 <= index < run.model.num_layers:
             return residual_of(run.placement, dense_layer=True)
-        return residual_of(run.placement, dense_layer=all(run.lowrank.is_dense(index, role) for role in ROLES))
+        return residual_of(run.placement, dense_layer=run.lowrank.is_dense_layer(index))
 
     ops: dict[tuple[str, str], Op] = {("sequence", "hidden"): "seq_to_hid", ("hidden", "sequence"): "hid_to_seq"}
     entry = ops.get((residual(layer - 1), residual(layer)), "id")

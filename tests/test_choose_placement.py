@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_lowrank.config import LowRankConfig, RunConfig, preset
-from megatron_lowrank.estimate import Candidate, choose_placement, resolve_placement
+from megatron_lowrank.estimate import Candidate, choose, choose_placement, resolve_placement
 
 D, F, R, LAYERS = 4096, 11008, 1024, 32
 
@@ -147,6 +147,18 @@ def test_the_heaviest_stage_and_every_micro_batch_in_flight_count() -> None:
     heavy = _by_name(choose_placement(uneven, data_parallel_size=1).candidates)["btp_sp"]
     assert heavy.kept_bytes == one.kept_bytes * 2 * 24 // 32
     assert heavy.tensor_seconds == pytest.approx(one.tensor_seconds * 24 / 32)
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "batches", "held"),
+    [(1, None, 8, 1), (4, None, 8, 4), (4, None, 2, 2), (8, None, 1, 1), (4, 2, 8, (6 + 4 + 1) / 2), (2, 2, 2, 2.0)],
+)
+def test_micro_batches_that_the_first_stage_holds(stages: int, chunks: int | None, batches: int, held: float) -> None:
+    """1F1B holds one per stage still ahead; interleaving holds chunks, more of them, each a part of the layers."""
+    fields = {"pipeline_parallel_size": stages, "virtual_pipeline_size": chunks}
+    run = _run(**fields, global_batch_size=batches, micro_batch_size=1)
+    assert choose._in_flight(run, 1, 0) == held
+    assert choose._in_flight(run, 1, stages - 1) <= held
 
 
 def test_ranks_may_differ() -> None:

@@ -217,6 +217,34 @@ def test_tensors_that_travel_together_arrive_apart() -> None:
         assert all(run_ranks(4, together, op, (3, 5, 1)))
 
 
+def test_a_known_result_moves_only_its_gradient() -> None:
+    def known(op: Any) -> bool:
+        from megatron_lowrank.layers.collectives import apply_op, known_result
+        from megatron_lowrank.testing.collectives import CollectiveCounter
+
+        group: Any = torch.distributed.group.WORLD
+        x, again = (torch.full((3, 2, 4), 1.0 + torch.distributed.get_rank(), requires_grad=True) for _ in range(2))
+        full = apply_op(op, x, group)
+        with CollectiveCounter() as counter:
+            same = known_result(op, again, full.detach(), group)
+        assert not counter.records
+        assert_equal(same.detach(), full.detach(), "value")
+        for out in (full, same):
+            (out * out.detach()).sum().backward()
+        assert_equal(again.grad, x.grad, "gradient")  # type: ignore[arg-type]
+        return True
+
+    for op in ("f", "ag_seq"):
+        assert all(run_ranks(2, known, op))
+
+
+def test_a_model_wants_a_row() -> None:
+    from megatron_lowrank.model import build_model
+
+    with pytest.raises(ValueError, match="parallel.placement: found 'auto', allowed in a model: a row"):
+        build_model(_run("auto", 2))
+
+
 def test_mixed_groups_gather_once_more() -> None:
     """A group with a dense and a low-rank role runs both its parts, each with its own gather."""
     lowrank = LowRankConfig(rank=8, dense_roles=("q",))

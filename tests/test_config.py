@@ -111,6 +111,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "replicated TE": (["--parallel.placement", "vanilla_replicated", "--model.transformer_impl", "transformer_engine"],
                       "found 'transformer_engine', allowed with placement 'vanilla_replicated', where a rank attends "
                       "over all heads: local"),
+    "overlap TE": (["--parallel.overlap_latent_grad", "true", "--model.transformer_impl", "transformer_engine"],
+                   "parallel.overlap_latent_grad: found True, allowed with model.transformer_impl"),
     "btp dense role": (["--parallel.placement", "btp", "--lowrank.dense_roles", "[q]"],
                        "lowrank.dense_roles: found q dense in layer 0; placement 'btp' allows a layer whose roles are "
                        "all dense"),
@@ -267,3 +269,16 @@ def test_layers_per_stage() -> None:
     ]
     with pytest.raises(ValueError, match="cannot share"):
         ParallelConfig(pipeline_parallel_size=2, num_layers_in_first_pipeline_stage=3).layers_per_stage(3)
+
+
+def test_settings_that_change_nothing_are_said() -> None:
+    sharded = preset("cola_debug")
+    sharded = replace(sharded, train=replace(sharded.train, latent_store="sharded"))
+    (line,) = sharded.advice()
+    assert line.startswith("train.latent_store: sharded changes nothing")
+    latent = replace(sharded, train=replace(sharded.train, recompute="latent"))
+    assert latent.advice() == []
+    dense = replace(latent, lowrank=replace(latent.lowrank, dense_layers=tuple(range(latent.model.num_layers))))
+    assert dense.advice() == ["train.recompute: latent keeps bottlenecks, and no layer has one"]
+    with pytest.raises(ValueError, match="parallel.tp_bandwidth: found None"):
+        replace(latent.parallel, tp_bandwidth=None)

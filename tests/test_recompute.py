@@ -127,6 +127,30 @@ def test_inputs_without_gradients_leave_it_to_autograd() -> None:
     assert_equal(weight.grad, torch.full((3,), 4.0), "gradient")  # type: ignore[arg-type]
 
 
+def test_a_replay_that_lays_its_output_out_otherwise_is_an_error() -> None:
+    """A note is about the storage of the first run: read in another one, it would give other numbers."""
+
+    def fickle(x: Tensor) -> tuple[Tensor]:
+        y = x * 2
+        return (y if torch.is_grad_enabled() else y.t().contiguous().t(),)
+
+    segment, weight = Segment(True), torch.ones(2, 2, requires_grad=True)
+    (out,) = segment.run(fickle, torch.arange(4.0).view(2, 2).requires_grad_())
+    with segment.not_kept():
+        product = out * weight
+    with pytest.raises(RuntimeError, match="recompute: a replayed segment gives"):
+        product.sum().backward()
+
+
+def test_an_output_that_needs_no_gradient_is_no_matter() -> None:
+    x, frozen = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
+    segment = Segment(True)
+    first, second = segment.run(lambda a, b: (a * 2, b * 2), x, frozen)
+    with segment.not_kept():
+        (first * second).sum().backward()
+    assert_equal(x.grad, torch.full((2,), 12.0), "gradient")  # type: ignore[arg-type]
+
+
 def test_layers_of_every_kind_replay_what_they_can() -> None:
     """A dense layer keeps everything, a low-rank one beside it keeps bottlenecks; no policy for a dense model."""
     mixed = _run("latent", dense_layers=(0,))

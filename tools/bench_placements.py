@@ -22,6 +22,7 @@ from megatron_lowrank import compat
 from megatron_lowrank.config import RunConfig
 from megatron_lowrank.config.cli import fail
 from megatron_lowrank.testing.bench import BenchParser, origin, stack_of, write_result
+from megatron_lowrank.testing.planned import MOST_RANKS
 
 PROG = "bench_placements"
 REFERENCE = "btp_sp"
@@ -53,9 +54,12 @@ def main() -> None:
     except RuntimeError as error:
         fail(error, PROG)
     from megatron_lowrank.testing.measure import Timing, paired_ratio
-    from megatron_lowrank.testing.ranks import run_ranks
+    from megatron_lowrank.testing.ranks import RankError, run_ranks
 
-    ranks = run_ranks(args.ranks, _times, runs, args, timeout=_DAY)
+    try:
+        ranks = run_ranks(args.ranks, _times, runs, args, timeout=_DAY)
+    except (RankError, TimeoutError) as error:
+        fail(RuntimeError(str(error).strip().splitlines()[-1]), PROG)
     timings = {name: Timing(times=tuple(map(max, zip(*(rank[name] for rank in ranks), strict=True)))) for name in runs}
     rows = [
         {
@@ -86,7 +90,10 @@ def _arguments() -> Any:
     parser.add_size("ranks", 2, "tensor-parallel size")
     parser.add_size("micro-batches", 4, "forward and backward passes of a step")
     parser.add_size("rounds", 15, "times each candidate runs, in turn with the others")
-    return parser.checked()
+    args = parser.checked()
+    if args.ranks > MOST_RANKS:
+        parser.error(f"--ranks: found {args.ranks}, allowed: 1 to {MOST_RANKS}")
+    return args
 
 
 def _run(args: Any, parallel: dict[str, Any], train: dict[str, Any]) -> RunConfig:

@@ -85,6 +85,10 @@ class LowRankConfig:
         """Whether this role of this layer (global index) is one dense matrix."""
         return not METHODS[self.method].low_rank or layer in self.dense_layers or role in self.dense_roles
 
+    def is_dense_layer(self, layer: int) -> bool:
+        """Whether all roles of this layer (global index) are dense matrices."""
+        return all(self.is_dense(layer, role) for role in ROLES)
+
     def rank_of(self, layer: int, role: Role, hidden_size: int) -> int:
         """Rank of a role. layer+role wins over layer, role, group (`attn`/`mlp`), global."""
         for key in (f"{layer}.{role}", str(layer), role, ROLE_TABLE[role].block):

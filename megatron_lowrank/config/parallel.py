@@ -76,7 +76,7 @@ class ParallelConfig:
             raise ValueError(f"parallel.placement: found {self.placement!r}, allowed: {', '.join((*PLACEMENTS, AUTO))}")
         for name in ("device_memory_gib", "tp_bandwidth", "dp_bandwidth"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1e9:
+            if not (value is None and name == "device_memory_gib") and not 0 < (value or 0) < 1e9:
                 raise ValueError(f"parallel.{name}: found {value}, allowed: a positive number below 1e9")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError(

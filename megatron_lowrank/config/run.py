@@ -98,7 +98,13 @@ class RunConfig:
                 rank = self.rank_of(layer, role)
                 if not self.lowrank.is_dense(layer, role) and rank * (width_in + width_out) >= width_in * width_out:
                     wide.setdefault(f"rank {rank} of {role}, a {width_out} x {width_in} matrix", []).append(layer)
-        return [
+        latent = self.train.recompute.startswith("latent")
+        idle = []
+        if latent and all(map(self.lowrank.is_dense_layer, range(self.model.num_layers))):
+            idle.append(f"train.recompute: {self.train.recompute} keeps bottlenecks, and no layer has one")
+        if self.train.latent_store == "sharded" and not (latent and self.placement in (AUTO, "btp_sp")):
+            idle.append("train.latent_store: sharded changes nothing without a latent recompute under btp_sp")
+        return idle + [
             f"lowrank.rank: {what}, makes a pair no smaller than the dense matrix ({counted(len(layers), 'layer')})"
             for what, layers in wide.items()
         ]
@@ -192,6 +198,11 @@ class RunConfig:
             raise ValueError(
                 f"parallel.placement: found {self.placement!r}, allowed with lowrank.method {self.lowrank.method}: "
                 f"{', '.join((*rows, AUTO))}"
+            )
+        if self.parallel.overlap_latent_grad and self.model.transformer_impl != "local":
+            raise ValueError(
+                f"parallel.overlap_latent_grad: found True, allowed with model.transformer_impl "
+                f"{self.model.transformer_impl!r}, whose products reduce nothing: False or none"
             )
         if not row.sequence_parallel and self.model.transformer_impl != "local":
             raise ValueError(

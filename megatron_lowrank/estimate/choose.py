@@ -7,12 +7,13 @@ T = hidden size x (bytes of a gradient / bytes of an activation) tokens per step
 
 The times compare, they do not predict a step: only the collectives of the layers, of their replay and of the factors'
 gradients are in them. The ends, the norms' statistic and changes of layout are a few per cent of either, and left out.
-The memory is that of weights, gradients, optimizer state and kept activations, with one micro-batch in flight for every
-pipeline stage; logits and what a layer needs while it runs are not in it.
+The memory is that of weights, gradients, optimizer state and kept activations, with as many micro-batches in flight as
+megatron-core's schedules hold; logits and what a layer needs while it runs are not in it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -183,8 +184,10 @@ def _estimate(run: RunConfig, replicas: int) -> Candidate:
     ]  # fmt: skip
     tokens = run.train.micro_batch_size * run.train.sequence_length
     kept = [
-        len(stages)
-        * sum(kept_bytes(run, layer, tokens=tokens) for layer in layers_of_stage(run.model, run.parallel, s))
+        math.ceil(
+            _in_flight(run, replicas, s)
+            * sum(kept_bytes(run, layer, tokens=tokens) for layer in layers_of_stage(run.model, run.parallel, s))
+        )
         for s in stages
     ]
     heaviest = max(stages, key=lambda stage: states[stage] + kept[stage])
@@ -193,6 +196,16 @@ def _estimate(run: RunConfig, replicas: int) -> Candidate:
         placement=run.placement, latent_store=run.train.latent_store, state_bytes=states[heaviest],
         kept_bytes=kept[heaviest], tensor_seconds=tensor, data_seconds=data,
     )  # fmt: skip
+
+
+def _in_flight(run: RunConfig, replicas: int, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once, under megatron-core's 1F1B schedules."""
+    stages, chunks = run.parallel.pipeline_parallel_size, run.parallel.virtual_pipeline_size or 1
+    batches = max(1, run.train.global_batch_size // (run.train.micro_batch_size * replicas))
+    if chunks == 1:
+        return min(stages - stage, batches)
+    # Interleaved: each of these holds one chunk of the stage's layers.
+    return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, batches * chunks) / chunks
 
 
 def _seconds(run: RunConfig, replicas: int, stage: int) -> tuple[float, float]:

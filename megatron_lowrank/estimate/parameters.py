@@ -16,7 +16,6 @@ from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.config.parallel import ParallelConfig
 from megatron_lowrank.names import CanonicalParameter, canonical_parameters
 from megatron_lowrank.placement import PLACEMENTS, PartKind, shard_axis
-from megatron_lowrank.roles import ROLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,7 @@ def _axis(parameter: CanonicalParameter, lowrank: LowRankConfig, parallel: Paral
         parameter.kind,
         role,
         dense=role is not None and lowrank.is_dense(layer, role),
-        dense_layer=all(lowrank.is_dense(layer, other) for other in ROLES),
+        dense_layer=lowrank.is_dense_layer(layer),
     )
 
 

@@ -23,7 +23,10 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class StepWire:
-    """Bytes sent by one rank of a pipeline stage."""
+    """Bytes sent by one rank of a pipeline stage.
+
+    Left out: the gradient of a tied embedding, which first and last stage add up.
+    """
 
     layers: int
     """Collectives of its decoder layers, forward and backward, the norms' statistic left out."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 from megatron_lowrank.config.run import RunConfig
 from megatron_lowrank.placement import OPS, PLACEMENTS, Move, Op, pair_plan, residual_of
-from megatron_lowrank.roles import ROLE_TABLE, ROLES, GroupKind, Role, roles_of_slot
+from megatron_lowrank.roles import ROLE_TABLE, GroupKind, Role, roles_of_slot
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Direction = Literal["forward", "backward"]
@@ -97,7 +97,7 @@ def layer_groups(run: RunConfig, layer: int) -> tuple[Group, ...]:
 
 def is_dense_layer(run: RunConfig, layer: int) -> bool:
     """Whether a layer holds no pair."""
-    return all(run.lowrank.is_dense(layer, role) for role in ROLES)
+    return run.lowrank.is_dense_layer(layer)
 
 
 def move_of(run: RunConfig, op: Op, direction: Direction) -> Move | None:

@@ -98,7 +98,9 @@ class LowRankSelfAttention(MegatronModule):
             q, k, v = (x.view(*x.shape[:2], -1, self.head_dim) for x in self.linear_qkv.split(latents))
             q, k = (_Rotate.apply(x, angles) for x in (q, k))  # type: ignore[no-untyped-call]
             # Out of a batched product v would keep the buffer alive that it shares with the unturned q and k.
-            return q, k, v if v.untyped_storage().nbytes() == v.nbytes else v.contiguous().clone()
+            if v.untyped_storage().nbytes() > v.nbytes:
+                v = v.clone(memory_format=torch.contiguous_format)
+            return q, k, v
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return self.core_attention(q, k, v, attention_mask, attn_mask_type=self.attn_mask_type)  # type: ignore[no-any-return]

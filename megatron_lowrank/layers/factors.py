@@ -18,12 +18,12 @@ from torch import nn
 
 from megatron_lowrank.config import LowRankConfig, ModelConfig
 from megatron_lowrank.layers.canonical import Part, current_device, mark_parameter
-from megatron_lowrank.layers.collectives import apply_op
+from megatron_lowrank.layers.collectives import apply_op, known_result
 from megatron_lowrank.layers.online_norm import OnlineNorm, online_norm_down
 from megatron_lowrank.layers.products import Branch, UpPlan, down, up
 from megatron_lowrank.names import role_key
 from megatron_lowrank.placement import DENSE_PLANS, Op, PairPlan
-from megatron_lowrank.roles import ROLE_TABLE, ROLES, Role
+from megatron_lowrank.roles import ROLE_TABLE, Role
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -76,8 +76,7 @@ class LayerPlan:
     @property
     def replays(self) -> bool:
         """Whether this layer keeps bottlenecks alone; one without any pair has nothing to keep them by."""
-        low_rank = any(not self.lowrank.is_dense(self.layer, role) for role in ROLES)
-        return low_rank and self.recompute.startswith("latent")
+        return not self.lowrank.is_dense_layer(self.layer) and self.recompute.startswith("latent")
 
     def rank_of(self, role: Role) -> int:
         """R of a role in this layer."""
@@ -110,21 +109,24 @@ class DownFactors(MegatronModule):
         width_in, _ = plan.model.role_widths(roles[0])
         width_in = _local(width_in, cells.a_dim == 1, plan.size)
         self.widths = {role: _local(plan.rank_of(role), cells.a_dim == 0, plan.size) for role in roles}
+        # Behind the online norm the products are part of its node, whatever the backend.
+        self.bare = plan.backend.factor is None or cells.c1 == "g_norm"
         self.factors = nn.ModuleList(
-            _factor(width_in, sum(self.widths[role] for role in stack), plan, config, f"{'_'.join(stack)}_down_proj")
+            _factor(width_in, sum(self.widths[role] for role in stack), self.bare, plan, config,
+                    f"{'_'.join(stack)}_down_proj")
             for stack in self.stacks
-        )
+        )  # fmt: skip
         _mark(self.factors, cells.a_dim, config)
 
     def forward(self, x: torch.Tensor) -> Tensors:
         """z = c1(A x), one tensor per stack."""
-        if self.plan.backend.factor is None:
+        if self.bare:
             return down(x, [factor() for factor in self.factors], self.cells.c1, self.plan.tp_group)
         return tuple(apply_op(self.cells.c1, factor(x), self.plan.tp_group) for factor in self.factors)
 
     def after_norm(self, norm: OnlineNorm, x: torch.Tensor, gain: torch.Tensor) -> Tensors:
         """z = A rmsnorm(x) over a hidden-sharded x, one tensor per stack."""
-        return online_norm_down(norm, x, gain, [_weight_of(factor) for factor in self.factors])
+        return online_norm_down(norm, x, gain, [factor() for factor in self.factors])
 
     def canonical_parts(self) -> list[Part]:
         """A of each role."""
@@ -144,13 +146,15 @@ class UpFactors(MegatronModule):
         ranks = {role: _local(plan.rank_of(role), cells.b_dim == 1, plan.size) for role in roles}
         widths = {role: plan.model.role_widths(role)[1] for role in roles}
         self.widths = {role: _local(width, cells.b_dim == 0, plan.size) for role, width in widths.items()}
-        stackable = plan.grouping and plan.backend.factor is None
+        self.bare = plan.backend.factor is None
+        stackable = plan.grouping and self.bare
         alike = itertools.groupby(roles, key=lambda role: (self.widths[role], ranks[role]) if stackable else role)
         self.stacks = tuple(tuple(stack) for _, stack in alike)
         self.factors = nn.ModuleList(
-            _factor(ranks[stack[0]], sum(self.widths[r] for r in stack), plan, config, f"{'_'.join(stack)}_up_proj")
+            _factor(ranks[stack[0]], sum(self.widths[r] for r in stack), self.bare, plan, config,
+                    f"{'_'.join(stack)}_up_proj")
             for stack in self.stacks
-        )
+        )  # fmt: skip
         _mark(self.factors, cells.b_dim, config)
         self.biases = nn.ModuleDict()
         for role in roles:
@@ -177,10 +181,13 @@ class UpFactors(MegatronModule):
             whole: c2(h), where it is there already.
         """
         group = self.plan.tp_group
-        if self.plan.backend.factor is None:
+        if self.bare:
             plan = UpPlan(branches=self.branches, op=self.cells.c2, group=group, overlap=self.plan.overlap)
             return up(plan, latents, [factor() for factor in self.factors], whole)
-        moved = [apply_op(self.cells.c2, h, group) for h in latents]
+        if whole is None:
+            moved = [apply_op(self.cells.c2, h, group) for h in latents]
+        else:
+            moved = [known_result(self.cells.c2, h, known, group) for h, known in zip(latents, whole, strict=True)]
         return tuple(
             factor(moved[branch.latent][..., slice(*branch.columns)].contiguous())
             for factor, branch in zip(self.factors, self.branches, strict=True)
@@ -256,8 +263,8 @@ def keep_weight(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _factor(width_in: int, width_out: int, plan: LayerPlan, config: TransformerConfig, name: str) -> Any:
-    if plan.backend.factor is None:
+def _factor(width_in: int, width_out: int, bare: bool, plan: LayerPlan, config: TransformerConfig, name: str) -> Any:
+    if bare or plan.backend.factor is None:
         return Held(width_out, width_in, config=config)
     return plan.backend.factor(width_in, width_out, config=config, name=name)
 
@@ -269,10 +276,6 @@ def _mark(factors: nn.ModuleList, axis: int | None, config: TransformerConfig) -
 
 def _parameter(holder: Any) -> nn.Parameter:
     return holder.weight  # type: ignore[no-any-return]
-
-
-def _weight_of(factor: Any) -> torch.Tensor:
-    return factor() if isinstance(factor, Held) else factor.weight  # type: ignore[no-any-return]
 
 
 def _rows(stack: tuple[Role, ...], widths: dict[Role, int]) -> Iterator[tuple[Role, tuple[int, int] | None]]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 _LIMBS = 3
 """bf16 numbers that hold one fp32 exactly (8 + 8 + 8 bits of mantissa)."""
@@ -113,6 +114,7 @@ class _OnlineNormDown(torch.autograd.Function):
         return latents
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, gain, rho, *rest = ctx.saved_tensors
         weights, latents = rest[: len(grads)], rest[len(grads) :]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megatron_lowrank.layers.collectives import run_move, start_move
@@ -39,6 +40,7 @@ class _Down(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         rows = [run_move(ctx.move, grad.contiguous(), ctx.group).flatten(0, -2) for grad in grads]
@@ -119,6 +121,7 @@ class _Up(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         plan: UpPlan = ctx.plan
         count = 1 + max(branch.latent for branch in plan.branches)

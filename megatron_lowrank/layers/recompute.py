@@ -10,7 +10,8 @@ backward makes the segment run once more, with a graph, and the gradients of its
         partial = product_with_A(context)           # not part of the segment: never run twice
 
 Any consumer will do, because only what autograd saves is exchanged: no tensor's storage is emptied, nothing is
-compiled, and no consumer is told. Parameters that the function reads get their gradients in the inner backward pass.
+compiled, and no consumer is told. Parameters that the function reads get their gradients in the inner backward pass, so
+by `backward()` and not by `torch.autograd.grad`; there is no second derivative.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -43,13 +45,17 @@ class _Segment(torch.autograd.Function):
     def forward(ctx: Any, function: Callable[..., Tensors], *inputs: torch.Tensor) -> Tensors:
         ctx.function, ctx.rebuilt = function, None
         ctx.save_for_backward(*inputs)
-        return _call(function, inputs)
+        outputs = _call(function, inputs)
+        ctx.layouts = tuple(map(_layout, outputs))
+        return outputs
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         leaves, outputs = _rebuilt(ctx)
         ctx.rebuilt = None
-        torch.autograd.backward(outputs, grads)
+        pairs = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
+        torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
         return None, *(leaf.grad for leaf in leaves)
 
 
@@ -59,12 +65,20 @@ def _call(function: Callable[..., Tensors], inputs: Tensors) -> Tensors:
     return tuple(x.clone() if x.untyped_storage().data_ptr() in known else x for x in function(*inputs))
 
 
+def _layout(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    return tuple(x.shape), x.stride(), int(x.storage_offset()), x.untyped_storage().nbytes()
+
+
 def _rebuilt(node: Any) -> tuple[Tensors, Tensors]:
     """(inputs as leaves, outputs with a graph) of a segment, from the one second run."""
     if node.rebuilt is None:
         leaves = tuple(x.detach().requires_grad_(x.requires_grad) for x in node.saved_tensors)
         with torch.enable_grad():
-            node.rebuilt = leaves, _call(node.function, leaves)
+            outputs = _call(node.function, leaves)
+        # A note speaks of the storage of the first run: a kernel that lays it out otherwise would be read wrongly.
+        if (found := tuple(map(_layout, outputs))) != node.layouts:
+            raise RuntimeError(f"recompute: a replayed segment gives {found}, its first run gave {node.layouts}")
+        node.rebuilt = leaves, outputs
     return node.rebuilt  # type: ignore[no-any-return]
 
 

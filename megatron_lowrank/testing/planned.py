@@ -73,6 +73,7 @@ def small_run(run: RunConfig, layer: int = 0) -> RunConfig:
     model = replace(
         m, num_layers=2, hidden_size=hidden, ffn_hidden_size=_nearest(m.ffn_hidden_size * hidden / m.hidden_size, t),
         num_attention_heads=heads, num_query_groups=groups, kv_channels=head_dim, vocab_size=_VOCABULARY,
+        max_position_embeddings=max(m.max_position_embeddings, 2 * _TOKENS),
         vocab_multiple=1, pad_token_id=None, bos_token_id=None, eos_token_id=None, transformer_impl="local",
     )  # fmt: skip
     step = t if PLACEMENTS[run.placement].rank_divides else 1
@@ -204,7 +205,7 @@ def _sorted(calls: Calls) -> list[list[Any]]:
 
 
 def _all_dense(run: RunConfig) -> bool:
-    return all(run.lowrank.is_dense(0, role) for role in ROLES)
+    return run.lowrank.is_dense_layer(0)
 
 
 def _widths(t: int) -> list[int]:

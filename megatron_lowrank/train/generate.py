@@ -23,8 +23,7 @@ from megatron_lowrank.model import build_model
 
 def single_process(run: RunConfig) -> RunConfig:
     """The same model on one rank, whatever the layout that trained it."""
-    placement = run.parallel.placement if run.lowrank.method != "dense" else None
-    return replace(run, parallel=ParallelConfig(placement=placement))
+    return replace(run, parallel=ParallelConfig())
 
 
 def load_for_sampling(path: str | Path) -> tuple[RunConfig, list[nn.Module]]:

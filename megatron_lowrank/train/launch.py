@@ -7,6 +7,7 @@ to replace first. This file therefore imports it inside functions only.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
@@ -24,7 +25,8 @@ from torch.distributed import HashStore, PrefixStore, rendezvous  # type: ignore
 from megatron_lowrank import compat
 from megatron_lowrank.checkpoint.agree import FAILED, AgreedError, as_agreed
 from megatron_lowrank.config import RunConfig
-from megatron_lowrank.estimate import Choice, resolve_placement
+from megatron_lowrank.config.parallel import AUTO
+from megatron_lowrank.estimate import resolve_placement
 from megatron_lowrank.platform import cpu
 from megatron_lowrank.train.failure import LaunchError, speak_through
 from megatron_lowrank.train.notices import report_warnings
@@ -91,16 +93,13 @@ def launched(read_config: Callable[[], RunConfig], world: World | None = None) -
         LaunchError: the ranks did not meet.
     """
     run: RunConfig | None = None
-    choice: Choice | None = None
     error: AgreedError | None = None
     try:
         world = World.from_environment() if world is None else world
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere if world.rank else sys.stdout):
             run = read_config()  # prints one --help, not one per rank
         device = choose_device(run, world)
-        run, choice = resolve_placement(
-            run, data_parallel_size=run.check_world(world.size), device_memory_gib=_device_memory(device, world)
-        )
+        resolve_placement(run, data_parallel_size=run.check_world(world.size))  # what no memory can help
     except Exception as caught:
         error = as_agreed(caught)
         if world is None:
@@ -112,9 +111,9 @@ def launched(read_config: Callable[[], RunConfig], world: World | None = None) -
     assert run is not None and world is not None
     speak_through(store)
     report_warnings(world.rank, store)
-    if choice is not None and world.rank == 0:
-        print("\n".join(choice.reason))
     prepare_device(run, world, device)
+    if run.placement == AUTO:
+        run = _with_placement(run, world, device, store)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=PrefixStore("world", store), rank=world.rank, world_size=world.size,
@@ -146,11 +145,20 @@ def choose_device(run: RunConfig, world: World) -> str:
     return "cuda" if visible else "cpu"
 
 
-def _device_memory(device: str, world: World) -> float | None:
-    """GiB of this rank's device; None where there is no limit to plan with."""
-    if device == "cpu":
-        return None
-    return torch.cuda.get_device_properties(world.local_rank).total_memory / 2**30
+def _with_placement(run: RunConfig, world: World, device: str, store: Any) -> RunConfig:
+    """The run with placement `auto` chosen, by the smallest device of all ranks, so that all choose alike."""
+    own = torch.cuda.get_device_properties(world.local_rank).total_memory / 2**30 if device == "cuda" else math.inf
+    store.set(f"memory/{world.rank}", repr(own))
+    least = min(float(store.get(f"memory/{rank}")) for rank in range(world.size))
+    try:
+        run, choice = resolve_placement(
+            run, data_parallel_size=run.check_world(world.size), device_memory_gib=None if math.isinf(least) else least
+        )
+    except ValueError as error:
+        raise as_agreed(error) from error
+    if choice is not None and world.rank == 0:
+        print("\n".join(choice.reason))
+    return run
 
 
 def prepare_device(run: RunConfig, world: World, device: str) -> None:
