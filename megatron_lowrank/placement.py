@@ -151,6 +151,29 @@ def residual_of(placement: str, *, dense_layer: bool) -> Residual:
     return "sequence" if dense_layer and row.sequence_parallel else row.residual
 
 
+def conversion(before: Residual, after: Residual) -> Op:
+    """The op that turns a residual of one layout into another."""
+    ops: dict[tuple[Residual, Residual], Op] = {
+        ("sequence", "hidden"): "seq_to_hid",
+        ("hidden", "sequence"): "hid_to_seq",
+    }
+    return "id" if before == after else ops[before, after]
+
+
+STATISTIC_LIMBS = 3
+"""bf16 numbers that hold one fp32 exactly (8 + 8 + 8 bits of mantissa)."""
+
+
+def statistic_columns(ranks: int, *, limbs: bool) -> int:
+    """Columns in which a norm's sum of squares travels with the bottleneck (op `g_norm`).
+
+    One, where the buffer is as precise as the sum. In a bf16 buffer every rank has columns of its own for the limbs of
+    its fp32 sum, so that the reduction adds zeros to them alone; the whole is a multiple of 16, as low-precision
+    kernels want it.
+    """
+    return 16 * -(-STATISTIC_LIMBS * ranks // 16) if limbs else 1
+
+
 def shard_axis(
     placement: str, kind: PartKind, role: Role | None = None, *, dense: bool = False, dense_layer: bool = False
 ) -> int | None:

@@ -30,7 +30,7 @@ from megatron_lowrank.layers.layer import LowRankTransformerLayer
 from megatron_lowrank.layers.linear import DownGroup, GateUpGroup, OutGroup, QKVGroup
 from megatron_lowrank.layers.mlp import LowRankMLP
 from megatron_lowrank.layers.norm import RMSNorm
-from megatron_lowrank.placement import Op, residual_of
+from megatron_lowrank.placement import conversion
 
 
 def local_backend() -> Backend:
@@ -121,11 +121,13 @@ def transformer_config(run: RunConfig) -> TransformerConfig:
 
 def layer_spec(run: RunConfig, layer: int, backend: Backend, tp_group: dist.ProcessGroup) -> ModuleSpec:
     """Spec of one decoder layer (global index from 0)."""
-    entry, exit_ = _conversions(run, layer)
+    before, here = run.residual(layer - 1 if layer else None), run.residual(layer)
+    last = layer == run.model.num_layers - 1
     overlap, recompute = run.parallel.overlap_latent_grad, run.train.recompute
     plan = LayerPlan(
         layer=layer, model=run.model, lowrank=run.lowrank, placement=run.placement, backend=backend, tp_group=tp_group,
-        entry=entry, exit=exit_, grouping=run.parallel.grouping,
+        entry=conversion(before, here), exit=conversion(here, run.residual(None)) if last else "id",
+        grouping=run.parallel.grouping,
         overlap=dist.get_backend(tp_group) == "nccl" if overlap is None else overlap,
         recompute="none" if recompute == "full" else recompute, latent_store=run.train.latent_store,
     )  # fmt: skip
@@ -158,20 +160,6 @@ def layer_spec(run: RunConfig, layer: int, backend: Backend, tp_group: dist.Proc
             mlp_bda=get_bias_dropout_add,
         ),
     )
-
-
-def _conversions(run: RunConfig, layer: int) -> tuple[Op, Op]:
-    """(entry, exit) of a layer: where the layout of the residual changes. Embedding and final norm see a sequence."""
-
-    def residual(index: int) -> str:
-        if not 0 <= index < run.model.num_layers:
-            return residual_of(run.placement, dense_layer=True)
-        return residual_of(run.placement, dense_layer=run.lowrank.is_dense_layer(index))
-
-    ops: dict[tuple[str, str], Op] = {("sequence", "hidden"): "seq_to_hid", ("hidden", "sequence"): "hid_to_seq"}
-    entry = ops.get((residual(layer - 1), residual(layer)), "id")
-    last = layer == run.model.num_layers - 1
-    return entry, ops.get((residual(layer), residual(layer + 1)), "id") if last else "id"
 
 
 def block_spec(

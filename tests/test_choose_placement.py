@@ -161,6 +161,32 @@ def test_micro_batches_that_the_first_stage_holds(stages: int, chunks: int | Non
     assert choose._in_flight(run, 1, stages - 1) <= held
 
 
+def test_all_ranks_plan_with_the_smallest_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks that chose by their own memory would build different models."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from megatron_lowrank.train.launch import World, _with_placement
+
+    run = _run(global_batch_size=4096, micro_batch_size=16, precision="bf16", recompute="latent")
+    sizes = {0: 80.0, 1: 20.0, 2: 80.0, 3: 80.0}
+    alone = [choose_placement(run, data_parallel_size=1, device_memory_gib=size).placement for size in sizes.values()]
+    assert alone == ["btp_sp", "btp", "btp_sp", "btp_sp"]
+    store = torch.distributed.HashStore()
+    for rank, size in sizes.items():
+        store.set(f"memory/{rank}", repr(size))
+    chosen = []
+    for rank, size in sizes.items():
+        device = SimpleNamespace(total_memory=size * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index, device=device: device)
+        world = World(rank=rank, size=4, local_rank=rank)
+        chosen.append(_with_placement(run, world, "cuda", store).placement)
+    assert chosen == ["btp"] * 4 and capsys.readouterr().out.count("placement btp: ") == 1
+
+
 def test_ranks_may_differ() -> None:
     lowrank = LowRankConfig(rank=512, rank_overrides={"q": 1000, "mlp": 768, "3": 256})
     run = replace(_run(global_batch_size=64), lowrank=lowrank)

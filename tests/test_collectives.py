@@ -217,6 +217,53 @@ def test_tensors_that_travel_together_arrive_apart() -> None:
         assert all(run_ranks(4, together, op, (3, 5, 1)))
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("op", "function"), [("f", "all_reduce"), ("ag_seq", "reduce_scatter_tensor")])
+def test_a_reduction_is_under_way_while_weight_gradients_are_computed(op: Any, function: str, overlap: bool) -> None:
+    def order() -> list[str]:
+        import torch.distributed as dist
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        from megatron_lowrank.layers.products import Branch, UpPlan, up
+
+        seen: list[str] = []
+        real = getattr(dist, function)
+
+        class Work:
+            def __init__(self, work: Any) -> None:
+                self.work = work
+
+            def wait(self) -> None:
+                seen.append("wait")
+                self.work.wait()
+
+        def reduce(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            seen.append("start" if async_op else "reduce")
+            work = real(*args, async_op=async_op, **kwargs)
+            return Work(work) if async_op else work
+
+        class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if function.overloadpacket is torch.ops.aten.mm:
+                    seen.append("product")
+                return function(*args, **(kwargs or {}))
+
+        branches = tuple(Branch(latent=0, columns=(4 * i, 4 * i + 4), weight=i, rows=(0, 6)) for i in range(2))
+        plan = UpPlan(branches=branches, op=op, group=dist.group.WORLD, overlap=overlap)  # type: ignore[arg-type]
+        h, weights = torch.randn(4, 2, 8, requires_grad=True), [torch.randn(6, 4, requires_grad=True) for _ in range(2)]
+        out = sum(y.sum() for y in up(plan, (h,), weights))
+        setattr(dist, function, reduce)
+        try:
+            with Products():
+                out.backward()  # type: ignore[union-attr]
+        finally:
+            setattr(dist, function, real)
+        return seen
+
+    expected = ["start", "product", "product", "wait"] if overlap else ["reduce", "product", "product"]
+    assert run_ranks(2, order) == [["product", "product", *expected]] * 2
+
+
 def test_a_known_result_moves_only_its_gradient() -> None:
     def known(op: Any) -> bool:
         from megatron_lowrank.layers.collectives import apply_op, known_result

@@ -11,7 +11,7 @@ import torch
 from scripts import load_tool
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lowrank.config import LowRankConfig, ModelConfig, ParallelConfig, preset
+from megatron_lowrank.config import LowRankConfig, ModelConfig, ParallelConfig, RunConfig, preset
 from megatron_lowrank.estimate import (
     count_parameters,
     dense_equivalent,
@@ -167,11 +167,13 @@ def test_parameters_of_the_ranks_add_up() -> None:
         local = sum(rank_parameters(model, lowrank, halved, stage) for stage in (0, 1))
         on_both = 3 * per_layer + (2 * 64 + some_biases) + 64
         assert 2 * local == count.total + 2 * (model.padded_vocab_size(2) - 131) * 64 + on_both
-        summed = sum(summed_parameters(model, lowrank, halved, stage) for stage in (0, 1))
+        summed = sum(
+            summed_parameters(RunConfig(model=model, lowrank=lowrank, parallel=halved), stage) for stage in (0, 1)
+        )
         assert summed == (0 if placement == "vanilla_replicated" else on_both)
         factors = sum(rank_parameters(model, lowrank, halved, stage, kinds=("a", "b")) for stage in (0, 1))
         assert 2 * factors == count.factors + (3 * 7 * 64 * 16 if placement == "btp_sp" else 0)
-    assert summed_parameters(model, lowrank, parallel, 0) == 0
+    assert summed_parameters(RunConfig(model=model, lowrank=lowrank, parallel=parallel), 0) == 0
     tied = replace(model, tie_embeddings=True)
     both = sum(rank_parameters(tied, lowrank, parallel, stage) for stage in (0, 1))
     assert both == sum(rank_parameters(model, lowrank, parallel, stage) for stage in (0, 1))

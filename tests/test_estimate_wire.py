@@ -21,10 +21,10 @@ from megatron_lowrank.estimate import (
     replay_collectives,
     replay_flops,
     ring_bytes,
-    statistic_columns,
     step_wire,
     summed_parameters,
 )
+from megatron_lowrank.placement import statistic_columns
 
 ROWS = ("dense", "vanilla", "vanilla_replicated", "btp", "btp_sp")
 D, F, R, HEADS = 4096, 11008, 1024, 32
@@ -123,8 +123,8 @@ def test_wire_of_the_7b_layer(placement: str, units: int, megabytes: tuple[float
 
 
 def test_columns_of_the_statistic() -> None:
-    assert [statistic_columns(t, "bf16") for t in (2, 4, 5, 6, 8, 16)] == [16, 16, 16, 32, 32, 48]
-    assert statistic_columns(8, "fp32") == 1
+    assert [statistic_columns(t, limbs=True) for t in (2, 4, 5, 6, 8, 16)] == [16, 16, 16, 32, 32, 48]
+    assert statistic_columns(8, limbs=False) == 1
 
 
 @pytest.mark.parametrize("placement", ["vanilla", "btp_sp"])
@@ -188,7 +188,7 @@ def test_a_step_adds_up_over_the_stages(placement: str) -> None:
     assert whole.total == whole.layers + whole.statistic + whole.layout_changes + whole.ends + whole.gradient_sum
     gains = 65 * D
     summed = {"vanilla_replicated": 0, "btp": D, "btp_sp": gains + 32 * 7 * D * R}.get(placement, gains)
-    assert summed_parameters(run.model, run.lowrank, run.parallel, 0) == summed
+    assert summed_parameters(run, 0) == summed
     assert whole.gradient_sum == 2 * 4 * summed * 3 // 4
     full = replace(run, train=replace(run.train, recompute="full"))
     once = sum(ring_bytes(run, layer_collectives(run, layer).forward, tokens=n) for layer in range(32))

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 """(method, steps taken of the curve, layout)."""
 TOLERANCE = {SHORT: 1e-6, LONG: 5e-6}
 """Relative, fp32, by the steps taken: the order of sums differs between layouts and processors, and every update
-carries it on. Worst measured over these layouts, on one processor: 2.1e-8 in twenty steps, 1.2e-7 in a hundred."""
+carries it on. `pytest -rP` shows what was measured."""
 
 
 def losses(method: str, folder: Path, layout: dict[str, Any], steps: int) -> list[float]:
@@ -107,6 +107,7 @@ def test_loss_curve_is_golden(case: str, tmp_path: Path) -> None:
     found = losses(method, tmp_path, layout, steps)
     assert len(found) == steps
     worst = max(abs(a - b) / b for a, b in zip(found, golden[:steps], strict=True))
+    print(f"{steps} steps: {worst:.1e}")
     assert worst < TOLERANCE[steps], f"{worst:.1e}: {found}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -267,3 +268,30 @@ def test_dockerfile_lists_the_requirements_that_are_missing(tmp_path: Path) -> N
     only = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
     done = subprocess.run([sys.executable, "-c", only + code], capture_output=True, text=True)
     assert done.stdout.split("\n")[:-1] == ["some-tool>=1", "absent>=3"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (0, 1)])
+def test_ci_fails_if_either_lane_does(first: int, second: int, tmp_path: Path) -> None:
+    """Lanes are stand-ins; each is set up before any is tested, and the text of both is shown."""
+    versions = ("3.11", "3.12")
+    for name in (".ci", "tests", "bin"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / "tests" / "run.sh").write_text(
+        'name=$(basename "$PYTHON")\n'
+        '[ "${1:-}" = --setup ] && { echo "setup $name"; exit 0; }\n'
+        f'echo "tested $name"; case $name in python3.11) exit {first} ;; *) exit {second} ;; esac\n'
+    )
+    for version in versions:
+        python = tmp_path / "bin" / f"python{version}"
+        python.write_text("#!/bin/sh\nexit 0\n")
+        python.chmod(0o755)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == int(first + second > 0), done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if not line.startswith("ci: lane 3.1") or "FAILED" in line or "passed" in line] == [
+        "setup python3.11", "setup python3.12",
+        "tested python3.11", f"ci: lane 3.11 {'FAILED' if first else 'passed'}",
+        "tested python3.12", f"ci: lane 3.12 {'FAILED' if second else 'passed'}",
+    ]  # fmt: skip

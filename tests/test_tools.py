@@ -73,28 +73,43 @@ def test_summarize_refuses_what_it_does_not_know(arguments: list[str], capsys: p
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("tool", "arguments", "text"),
     [
-        (["--preset", "nope"], "--preset: found 'nope'; allowed: "),
-        (["--preset", "dense_60m"], "--preset: found dense_60m, which is dense already, "),
-        (["--ratio", "7"], "--ratio: found 7, allowed: more than 0 and at most 1"),
-        (["--threads", "999999999"], "--threads: found 999999999, allowed: 1 to "),
-        (["--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
-        (["--widht", "3"], "unrecognized arguments: --widht 3"),
-        (["--json", "."], "--json: cannot write '.' (Is a directory)"),
-        (["--json", "none/a.json"], "--json: cannot write 'none/a.json' (No such file or directory)"),
-        (["--json", ""], "--json: cannot write '' (No such file or directory)"),
+        *(
+            (tool, arguments, text)
+            for tool in ("bench_step", "bench_placements")
+            for arguments, text in (
+                (["--preset", "nope"], "--preset: found 'nope'; allowed: "),
+                (["--preset", "dense_60m"], "--preset: found dense_60m, which is dense already, "),
+                (["--ratio", "7"], "--ratio: found 7, allowed: more than 0 and at most 1"),
+                (["--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
+                (["--widht", "3"], "unrecognized arguments: --widht 3"),
+                (["--json", "."], "--json: cannot write '.' (Is a directory)"),
+                (["--json", "none/a.json"], "--json: cannot write 'none/a.json' (No such file or directory)"),
+                (["--json", ""], "--json: cannot write '' (No such file or directory)"),
+            )
+        ),
+        ("bench_step", ["--threads", "999999999"], "--threads: found 999999999, allowed: 1 to "),
+        ("bench_placements", ["--ranks", "3"],
+         "--ranks 3: parallel.tensor_parallel_size: found 3, which does not divide "),
+        ("bench_placements", ["--ranks", "16"], "--ranks: found 16, allowed: 1 to 8"),
+        ("bench_placements", ["--micro-batches", "0"], "--micro-batches: found 0, allowed: a positive integer"),
     ],
-)
-def test_bench_step_refuses_before_it_measures(
-    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_benchmarks_refuse_before_they_measure(
+    tool: str,
+    arguments: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", *arguments])
+    monkeypatch.setattr(sys, "argv", [f"{tool}.py", *arguments])
     with pytest.raises(SystemExit) as stopped:
-        load_tool("bench_step").main()
+        load_tool(tool).main()
     out, err = capsys.readouterr()
-    assert (stopped.value.code, out) == (2, "") and err.startswith(f"bench_step: error: {text}")
+    assert (stopped.value.code, out) == (2, "") and err.startswith(f"{tool}: error: {text}")
     assert err.count("\n") == 1 and err.count("error") == 1
 
 

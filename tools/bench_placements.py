@@ -83,13 +83,10 @@ def main() -> None:
 
 def _arguments() -> Any:
     parser = BenchParser(PROG, __doc__)
-    parser.add_size("width", 1024, "hidden size; ffn and heads scale with it")
-    parser.add_size("layers", 2, "decoder layers in the stack")
     parser.add_size("batch", 1, "rows of a micro-batch")
     parser.add_size("sequence", 512, "tokens per row")
     parser.add_size("ranks", 2, "tensor-parallel size")
     parser.add_size("micro-batches", 4, "forward and backward passes of a step")
-    parser.add_size("rounds", 15, "times each candidate runs, in turn with the others")
     args = parser.checked()
     if args.ranks > MOST_RANKS:
         parser.error(f"--ranks: found {args.ranks}, allowed: 1 to {MOST_RANKS}")
@@ -152,10 +149,10 @@ def _wire(run: RunConfig, rows: int) -> dict[str, int]:
     from megatron_lowrank.estimate.step import gradient_sum_bytes
 
     sent = (*layer_collectives(run, 0).both, *replay_collectives(run, 0))
-    tokens, parallel = rows * run.train.sequence_length, run.parallel
+    tokens = rows * run.train.sequence_length
     # Two stacks differ in whole layers; what belongs to none, such as the final norm, drops out.
     longer = replace(run.model, num_layers=run.model.num_layers + 1)
-    summed = [summed_parameters(model, run.lowrank, parallel, 0) for model in (run.model, longer)]
+    summed = [summed_parameters(replace(run, model=model), 0) for model in (run.model, longer)]
     return {
         "wire_bytes_per_layer_and_micro_batch": ring_bytes(run, sent, tokens=tokens)
         + ring_bytes(run, sent, tokens=tokens, statistic=True),

@@ -94,11 +94,8 @@ def main() -> None:
 
 def _arguments() -> Any:
     parser = BenchParser(PROG, __doc__)
-    parser.add_size("width", 1024, "hidden size; ffn and heads scale with it")
-    parser.add_size("layers", 2, "decoder layers in the stack")
     parser.add_size("batch", 4, "rows")
     parser.add_size("sequence", 256, "tokens per row")
-    parser.add_size("rounds", 15, "times each candidate runs, in turn with the others")
     parser.add_size("threads", 2, "CPU threads of torch")
     return parser.checked()
 

@@ -34,6 +34,7 @@ from megatron_lowrank.estimate import (
     state_bytes,
     step_wire,
 )
+from megatron_lowrank.estimate.wire import ELEMENT_BYTES
 
 # Option of this program -> the field that it is short for.
 _SHORT = {
@@ -96,7 +97,7 @@ def count_run(run: RunConfig, tokens: int | None = None, data_parallel_size: int
         layer: the layer to look into, global index.
 
     Raises:
-        ValueError: no such layer, rows that the ranks cannot share, or no placement that `auto` could take.
+        ValueError: no such layer, rows that the replicas or ranks cannot share, or no placement that `auto` could take.
     """
     length, dense = tokens or run.train.sequence_length, dense_equivalent(run.lowrank)
     # A row may be longer here than the run allows; no count looks at the limit.
@@ -104,6 +105,7 @@ def count_run(run: RunConfig, tokens: int | None = None, data_parallel_size: int
     run = replace(
         run, train=replace(run.train, sequence_length=length), model=replace(run.model, max_position_embeddings=limit)
     )
+    run.check_world(run.parallel.tensor_parallel_size * run.parallel.pipeline_parallel_size * data_parallel_size)
     run, choice = resolve_placement(run, data_parallel_size=data_parallel_size)
     if layer >= run.model.num_layers:
         raise ValueError(f"--layer: found {layer}, allowed: 0 to {run.model.num_layers - 1}")
@@ -111,7 +113,7 @@ def count_run(run: RunConfig, tokens: int | None = None, data_parallel_size: int
     actual, equivalent = (
         flops_per_token(run.model, low, sequence_length=length, attention="causal") for low in (run.lowrank, dense)
     )
-    step_tokens = -(-run.train.global_batch_size // data_parallel_size) * length
+    step_tokens = run.train.global_batch_size // data_parallel_size * length
     stages, wire = [], []
     for stage in range(run.parallel.pipeline_parallel_size):
         held = state_bytes(
@@ -145,6 +147,7 @@ def count_layer(run: RunConfig, layer: int, tokens: int) -> dict[str, Any]:
     return {
         "layer": layer, "num_layers": run.model.num_layers, "recompute": run.train.recompute,
         "latent_store": run.train.latent_store, "grouping": run.parallel.grouping,
+        "wire_elements_per_layer": ring_bytes(run, traffic.both, tokens=tokens) // ELEMENT_BYTES[run.train.precision],
         "wire_bytes_per_layer": ring_bytes(run, traffic.both, tokens=tokens),
         "statistic_wire_bytes_per_layer": ring_bytes(run, traffic.both, tokens=tokens, statistic=True),
         "collectives_per_layer": len(traffic.both),
@@ -216,6 +219,7 @@ def _layer_lines(counted: dict[str, Any]) -> list[str]:
          f"attention causal: {counted['backward_flops_causal_per_layer']:,}"),
         ("replayed FLOPs", f"{counted['replay_flops_per_layer']:,}",
          f"attention causal: {counted['replay_flops_causal_per_layer']:,}"),
+        ("wire entries", f"{counted['wire_elements_per_layer']:,}", "sent by a rank of a ring"),
         ("wire bytes", f"{counted['wire_bytes_per_layer']:,}",
          f"norm statistic {counted['statistic_wire_bytes_per_layer']:,} more, replay "
          f"{counted['replay_wire_bytes_per_layer']:,} more"),

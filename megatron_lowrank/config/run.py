@@ -14,7 +14,7 @@ from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.config.parallel import AUTO, ParallelConfig
 from megatron_lowrank.config.train import CheckpointConfig, LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from megatron_lowrank.messages import counted
-from megatron_lowrank.placement import PLACEMENTS, Placement
+from megatron_lowrank.placement import PLACEMENTS, Placement, Residual, residual_of
 from megatron_lowrank.roles import ROLES, Role
 
 
@@ -60,6 +60,11 @@ class RunConfig:
     def rank_of(self, layer: int, role: Role) -> int:
         """Rank of a role in a layer (global index)."""
         return self.lowrank.rank_of(layer, role, self.model.hidden_size)
+
+    def residual(self, layer: int | None) -> Residual:
+        """Layout of the residual in a layer (global index); None: where embedding and final norm see it."""
+        dense = layer is None or self.lowrank.is_dense_layer(layer)
+        return residual_of(self.placement, dense_layer=dense)
 
     def check_world(self, world_size: int) -> int:
         """The data-parallel size in a world of this many ranks.

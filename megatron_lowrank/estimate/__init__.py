@@ -29,7 +29,6 @@ from megatron_lowrank.estimate.wire import (
     layer_collectives,
     layout_changes,
     ring_bytes,
-    statistic_columns,
 )
 
 __all__ = [
@@ -37,5 +36,5 @@ __all__ = [
     "choose_placement", "count_parameters", "dense_equivalent", "end_collectives", "flops_per_step", "flops_per_token",
     "kept_activations", "kept_bytes", "kept_elements", "layer_collectives", "layer_flops", "layout_changes",
     "model_flops", "pipeline_payload", "rank_parameters", "replay_collectives", "replay_flops", "resolve_placement",
-    "ring_bytes", "state_bytes", "statistic_columns", "step_wire", "summed_parameters",
+    "ring_bytes", "state_bytes", "step_wire", "summed_parameters",
 ]  # fmt: skip

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lowrank.config.run import RunConfig
-from megatron_lowrank.estimate.wire import ELEMENT_BYTES, Group, is_dense_layer, layer_groups, move_of
-from megatron_lowrank.placement import Move, PairPlan, Residual, pair_plan, residual_of
+from megatron_lowrank.estimate.wire import ELEMENT_BYTES, Group, layer_groups, move_of
+from megatron_lowrank.placement import Move, PairPlan, Residual, pair_plan
 from megatron_lowrank.roles import BLOCK_NORM
 
 Layout = Residual
@@ -121,8 +121,8 @@ def kept_bytes(run: RunConfig, layer: int, *, tokens: int) -> int:
 
 
 def _tensors(run: RunConfig, layer: int) -> Iterator[_Tensor]:
-    dense = is_dense_layer(run, layer)
-    residual = residual_of(run.placement, dense_layer=dense)
+    dense = run.lowrank.is_dense_layer(layer)
+    residual = run.residual(layer)
     policy = run.train.recompute
     yield _Tensor(name="x", width=run.model.hidden_size, layout=residual)
     if policy == "full":

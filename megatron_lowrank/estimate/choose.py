@@ -216,7 +216,7 @@ def _seconds(run: RunConfig, replicas: int, stage: int) -> tuple[float, float]:
         for layer in layers_of_stage(run.model, parallel, stage)
         for exchange in (*layer_collectives(run, layer).both, *replay_collectives(run, layer))
     ]
-    summed = summed_parameters(run.model, run.lowrank, parallel, stage, kinds=FACTORS)
+    summed = summed_parameters(run, stage, kinds=FACTORS)
     sent = ring_bytes(run, exchanges, tokens=_step_tokens(run, replicas)) + gradient_sum_bytes(run, summed)
     held = rank_parameters(run.model, run.lowrank, parallel, stage, kinds=FACTORS)
     # Reduce-scatter of gradients and all-gather of weights, or one all-reduce of the gradients.

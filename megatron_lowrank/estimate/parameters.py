@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from megatron_lowrank.config.lowrank import LowRankConfig
 from megatron_lowrank.config.model import ModelConfig
 from megatron_lowrank.config.parallel import ParallelConfig
+from megatron_lowrank.config.run import RunConfig
 from megatron_lowrank.names import CanonicalParameter, canonical_parameters
-from megatron_lowrank.placement import PLACEMENTS, PartKind, shard_axis
+from megatron_lowrank.placement import PartKind, shard_axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,24 +82,22 @@ def rank_parameters(
     )
 
 
-def summed_parameters(
-    model: ModelConfig,
-    lowrank: LowRankConfig,
-    parallel: ParallelConfig,
-    stage: int,
-    *,
-    kinds: Collection[PartKind] | None = None,
-) -> int:
+def summed_parameters(run: RunConfig, stage: int, *, kinds: Collection[PartKind] | None = None) -> int:
     """Parameters whose gradients are summed over the tensor-parallel ranks, once per optimizer step.
 
-    They are held by every rank, and each rank has met its own tokens only. Arguments as for `rank_parameters`.
+    They are held by every rank, and each rank has met its own tokens only.
+
+    Args:
+        run: the run, its placement resolved.
+        stage: pipeline stage, from 0.
+        kinds: count these alone. Default: every kind.
     """
-    if parallel.tensor_parallel_size == 1 or not PLACEMENTS[parallel.placement_of(lowrank.method)].sequence_parallel:
+    if not run.parallel.sequence_parallel(run.lowrank.method):
         return 0
     return sum(
         math.prod(parameter.shape)
-        for parameter in _stage_parameters(model, lowrank, parallel, stage)
-        if _axis(parameter, lowrank, parallel) is None and (kinds is None or parameter.kind in kinds)
+        for parameter in _stage_parameters(run.model, run.lowrank, run.parallel, stage)
+        if _axis(parameter, run.lowrank, run.parallel) is None and (kinds is None or parameter.kind in kinds)
     )
 
 

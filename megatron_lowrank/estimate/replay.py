@@ -14,7 +14,6 @@ from megatron_lowrank.estimate.wire import (
     Exchange,
     Group,
     Place,
-    is_dense_layer,
     layer_collectives,
     layer_groups,
     op_exchanges,
@@ -33,7 +32,7 @@ def replay_flops(run: RunConfig, layer: int, *, tokens: int, attention: Attentio
     policy = run.train.recompute
     if policy == "full":
         return layer_flops(run.model, run.lowrank, layer, tokens=tokens, attention=attention)
-    if policy == "none" or is_dense_layer(run, layer):
+    if policy == "none" or run.lowrank.is_dense_layer(layer):
         return Flops(projections=0, attention=0)
     ups = sum(
         run.rank_of(layer, role) * run.model.role_widths(role)[1]
@@ -55,7 +54,7 @@ def replay_collectives(run: RunConfig, layer: int) -> tuple[Exchange, ...]:
     policy = run.train.recompute
     if policy == "full":
         return layer_collectives(run, layer).forward
-    if policy == "none" or is_dense_layer(run, layer):
+    if policy == "none" or run.lowrank.is_dense_layer(layer):
         return ()
     qkv, o, gate_up, down = layer_groups(run, layer)
     apart = policy == "latent_keep_attention"

@@ -88,7 +88,7 @@ def step_wire(run: RunConfig, *, tokens: int, stage: int = 0) -> StepWire:
         replay=sent(replay),
         layout_changes=sent([exchange for change in moved for exchange in change.both]),
         ends=sent([exchange for name in mine for exchange in ends[name].both]),
-        gradient_sum=gradient_sum_bytes(run, summed_parameters(run.model, run.lowrank, run.parallel, stage)),
+        gradient_sum=gradient_sum_bytes(run, summed_parameters(run, stage)),
         pipeline=sends * pipeline_payload(run, tokens=tokens) * ELEMENT_BYTES[run.train.precision],
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_lowrank.config.run import RunConfig
-from megatron_lowrank.placement import OPS, PLACEMENTS, Move, Op, pair_plan, residual_of
+from megatron_lowrank.placement import OPS, PLACEMENTS, Move, Op, conversion, pair_plan, statistic_columns
 from megatron_lowrank.roles import ROLE_TABLE, GroupKind, Role, roles_of_slot
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -95,23 +95,9 @@ def layer_groups(run: RunConfig, layer: int) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def is_dense_layer(run: RunConfig, layer: int) -> bool:
-    """Whether a layer holds no pair."""
-    return run.lowrank.is_dense_layer(layer)
-
-
 def move_of(run: RunConfig, op: Op, direction: Direction) -> Move | None:
     """What an op moves; a group of one rank moves nothing."""
     return None if run.parallel.tensor_parallel_size == 1 else OPS[op][direction == "backward"]
-
-
-def statistic_columns(tensor_parallel_size: int, precision: str) -> int:
-    """Columns in which a norm's sum of squares travels with the bottleneck.
-
-    In bf16 every rank has three columns of its own for the limbs of its fp32 sum, so that the reduction adds zeros to
-    them alone; the whole is padded to a multiple of 16.
-    """
-    return 16 * -(-3 * tensor_parallel_size // 16) if precision == "bf16" else 1
 
 
 def op_exchanges(run: RunConfig, layer: int, group: Group, place: Place, direction: Direction) -> tuple[Exchange, ...]:
@@ -136,7 +122,9 @@ def op_exchanges(run: RunConfig, layer: int, group: Group, place: Place, directi
         widths = widths[:1]
     elif run.parallel.grouping:
         widths = [sum(widths)]
-    statistic = statistic_columns(run.parallel.tensor_parallel_size, run.train.precision) if op == "g_norm" else 0
+    statistic = 0
+    if op == "g_norm":
+        statistic = statistic_columns(run.parallel.tensor_parallel_size, limbs=run.train.precision == "bf16")
     found = [
         Exchange(kind=MOVE_KIND[move], width=width, statistic=0 if i else statistic) for i, width in enumerate(widths)
     ]
@@ -171,17 +159,13 @@ def layout_changes(run: RunConfig) -> dict[int | None, Traffic]:
     Embedding, final norm and output layer know the sequence shard (or the whole) only, and so does a layer without any
     pair; the change costs an all-to-all of the local buffer in either direction.
     """
-    row, t = PLACEMENTS[run.placement], run.parallel.tensor_parallel_size
-    outside = "sequence" if row.sequence_parallel else row.residual
     order: list[int | None] = [*range(run.model.num_layers), None]
-    before, changes = outside, {}
+    before, changes = run.residual(None), {}
     for layer in order:
-        now = outside if layer is None else residual_of(run.placement, dense_layer=is_dense_layer(run, layer))
-        if now != before:
-            op: Op = "seq_to_hid" if now == "hidden" else "hid_to_seq"
-            traffic = _moved(run, op, run.model.hidden_size // t)
-            if traffic.both:
-                changes[layer] = traffic
+        now = run.residual(layer)
+        traffic = _moved(run, conversion(before, now), run.model.hidden_size // run.parallel.tensor_parallel_size)
+        if traffic.both:
+            changes[layer] = traffic
         before = now
     return changes
 

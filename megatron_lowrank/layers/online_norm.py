@@ -25,17 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-_LIMBS = 3
-"""bf16 numbers that hold one fp32 exactly (8 + 8 + 8 bits of mantissa)."""
-_ALIGNMENT = 16
-"""Columns of a low-precision buffer come in multiples of this."""
-
-
-def statistic_columns(dtype: torch.dtype, ranks: int) -> int:
-    """Columns that the statistic adds to the buffer of the bottleneck: one, or private limbs of every rank."""
-    if dtype in (torch.float32, torch.float64):
-        return 1
-    return _ALIGNMENT * -(-_LIMBS * ranks // _ALIGNMENT)
+from megatron_lowrank.placement import STATISTIC_LIMBS, statistic_columns
 
 
 def write_statistic(columns: torch.Tensor, statistic: torch.Tensor, rank: int) -> None:
@@ -52,9 +42,9 @@ def write_statistic(columns: torch.Tensor, statistic: torch.Tensor, rank: int) -
     # The sum over ranks adds zeros to every limb, so it is exact in any order and in any precision.
     columns.zero_()
     rest = statistic
-    for limb in range(_LIMBS):
+    for limb in range(STATISTIC_LIMBS):
         part = rest.to(columns.dtype)
-        columns[..., _LIMBS * rank + limb] = part
+        columns[..., STATISTIC_LIMBS * rank + limb] = part
         rest = rest - part.to(rest.dtype)
 
 
@@ -62,7 +52,7 @@ def read_statistic(columns: torch.Tensor, ranks: int, dtype: torch.dtype) -> tor
     """The sum over ranks, [...] in `dtype`, added in the same order everywhere."""
     if columns.shape[-1] == 1:
         return columns[..., 0].to(dtype)
-    limbs = columns[..., : _LIMBS * ranks].to(dtype).view(*columns.shape[:-1], ranks, _LIMBS)
+    limbs = columns[..., : STATISTIC_LIMBS * ranks].to(dtype).view(*columns.shape[:-1], ranks, STATISTIC_LIMBS)
     # Small limbs first: each rank's own sum comes back to the last bit.
     own: torch.Tensor = limbs[..., 2] + limbs[..., 1] + limbs[..., 0]
     total: torch.Tensor = own[..., 0]
@@ -96,7 +86,7 @@ class _OnlineNormDown(torch.autograd.Function):
         sums: list[torch.Tensor] = []
         for number, weight in enumerate(weights):
             # The first branch carries the statistic.
-            extra = statistic_columns(x.dtype, ranks) if number == 0 and ranks > 1 else 0
+            extra = statistic_columns(ranks, limbs=x.dtype != wide) if number == 0 and ranks > 1 else 0
             width = weight.shape[0]
             buffer = x.new_empty((*x.shape[:-1], width + extra))
             torch.mm(scaled.flatten(0, -2), weight.T, out=buffer.flatten(0, -2)[:, :width])

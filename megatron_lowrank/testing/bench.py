@@ -30,6 +30,9 @@ class BenchParser(argparse.ArgumentParser):
         self.add_argument("--preset", default="cola_350m", help="its method, activations and recipe; a low-rank one")
         self.add_argument("--ratio", type=float, default=0.25, help="rank / width")
         self.add_argument("--json", metavar="FILE", help="write the result there")
+        self.add_size("width", 1024, "hidden size; ffn and heads scale with it")
+        self.add_size("layers", 2, "decoder layers in the stack")
+        self.add_size("rounds", 15, "times each candidate runs, in turn with the others")
 
     def add_size(self, name: str, default: int, text: str) -> None:
         """A positive integer."""

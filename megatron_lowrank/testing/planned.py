@@ -153,7 +153,7 @@ def _predicted(run: RunConfig) -> dict[str, Any]:
     flops = layer_flops(run.model, run.lowrank, 0, tokens=length, attention="full")
     again = replay_flops(run, 0, tokens=length, attention="full")
     # Where the residual is whole, so is the attention.
-    cut = t if PLACEMENTS[run.placement].sequence_parallel or _all_dense(run) else 1
+    cut = t if PLACEMENTS[run.placement].sequence_parallel or run.lowrank.is_dense_layer(0) else 1
     once, more = (rows * (part.projections // t + part.attention // cut) for part in (flops, again))
     return {
         **_wire(forward, backward, run, ELEMENT_BYTES[run.train.precision]),
@@ -202,10 +202,6 @@ def _wire(forward: Calls, backward: Calls, run: RunConfig, size: int = 0) -> dic
 
 def _sorted(calls: Calls) -> list[list[Any]]:
     return [[kind, elements, count] for (kind, elements), count in sorted(calls.items())]
-
-
-def _all_dense(run: RunConfig) -> bool:
-    return run.lowrank.is_dense_layer(0)
 
 
 def _widths(t: int) -> list[int]:
