@@ -126,8 +126,7 @@ def full_weights(training: Training) -> dict[str, torch.Tensor]:
 def assert_near(weight: torch.Tensor, expected: torch.Tensor, name: str) -> None:
     """Within a hundredth of one update: Adam makes full steps of gradients near zero too, rounding and all.
 
-    Most gradients of the bias of k, which the softmax all but cancels, are below 1e-5. Worst measured: 3e-5 there and
-    2e-6 elsewhere, where an update is 1e-2.
+    The bias of k, which the softmax all but cancels, has nothing but such gradients.
     """
     worst = float((weight - expected).abs().max())
     assert worst < LEARNING_RATE / 100, f"{name}: {worst:.1e}"

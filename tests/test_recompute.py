@@ -112,9 +112,9 @@ def test_outputs_of_a_segment_are_freed() -> None:
 
 
 def test_without_gradients_a_segment_does_nothing() -> None:
-    segment = Segment(True)
     with torch.no_grad():
-        (out,) = Segment(True).run(lambda x: (x * 2,), torch.ones(2))
+        segment = Segment(True)
+        (out,) = segment.run(lambda x: (x * 2,), torch.ones(2, requires_grad=True))
     assert out.grad_fn is None and not segment._outputs
 
 

@@ -235,10 +235,10 @@ class DenseRoles(MegatronModule):
         else:
             self.linear = plan.backend.row_linear(inputs, outputs, input_is_parallel=True, skip_bias_add=True, **shared)
 
-    def forward(self, x: torch.Tensor) -> tuple[Tensors, torch.Tensor | None]:
-        """Outputs by role, and the bias that is not added yet (row kind)."""
-        out, bias = self.linear(x)
-        return torch.split(out, list(self.widths.values()), dim=-1), bias
+    def forward(self, x: torch.Tensor) -> Tensors:
+        """Outputs by role; a row linear leaves its bias to whoever adds the residual."""
+        out, _ = self.linear(x)
+        return torch.split(out, list(self.widths.values()), dim=-1)
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -264,8 +264,9 @@ def keep_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _factor(width_in: int, width_out: int, bare: bool, plan: LayerPlan, config: TransformerConfig, name: str) -> Any:
-    if bare or plan.backend.factor is None:
+    if bare:
         return Held(width_out, width_in, config=config)
+    assert plan.backend.factor is not None, "a backend without a module for factors has bare ones"
     return plan.backend.factor(width_in, width_out, config=config, name=name)
 
 

@@ -27,18 +27,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class LinearGroup(MegatronModule):
-    """The roles that share one input; base of the four slots' classes.
-
-    Called by megatron-core with two global sizes and keywords of its own, which differ between versions; everything of
-    ours is in `lr_plan`.
-    """
+    """The roles that share one input; base of the four slots' classes, built and run by `attention.py` and `mlp.py`."""
 
     slot: str
 
-    def __init__(self, *sizes: int, config: TransformerConfig, lr_plan: LayerPlan, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, lr_plan: LayerPlan) -> None:
         super().__init__(config)
-        if kwargs.get("is_expert"):
-            raise ValueError("low-rank linears: found is_expert=True, allowed: False (experts are not supported)")
         self.plan = lr_plan
         self.roles = roles_of_slot(self.slot)
         self.sigma = activation_by_name(lr_plan.lowrank.sigma)
@@ -72,8 +66,8 @@ class LinearGroup(MegatronModule):
 class ColumnGroup(LinearGroup):
     """A group that reads the residual: x [S/t, B, H] -> one [S, B, out/t] per role, norm before and bias after."""
 
-    def __init__(self, *sizes: int, config: TransformerConfig, lr_plan: LayerPlan, **kwargs: Any) -> None:
-        super().__init__(*sizes, config=config, lr_plan=lr_plan, **kwargs)
+    def __init__(self, config: TransformerConfig, lr_plan: LayerPlan) -> None:
+        super().__init__(config, lr_plan)
         self.norm_key = f"{BLOCK_NORM[ROLE_TABLE[self.roles[0]].block]}.weight"
         hidden, epsilon = lr_plan.model.hidden_size, lr_plan.model.norm_epsilon
         self.online: OnlineNorm | None = None
@@ -105,12 +99,12 @@ class ColumnGroup(LinearGroup):
             return self.down.after_norm(self.online, x, self.norm())
         if self.down is None or self.cells is None:
             assert self.dense is not None
-            return self.dense(self.norm(x))[0]  # type: ignore[no-any-return]
+            return self.dense(self.norm(x))  # type: ignore[no-any-return]
         if self.dense is not None:
             # A dense role keeps its input, so there is nothing to rebuild.
             normed = self.norm(x)
             latents = self.to_keep(self.down(apply_op(self.cells.c0, normed, group)))
-            return (*latents, *self.dense(normed)[0])
+            return (*latents, *self.dense(normed))
         segment, op = Segment(self.plan.replays), self.cells.c0
         (normed,) = segment.run(lambda x: (apply_op(op, self.norm(x), group),), x)
         with segment.not_kept():
@@ -152,10 +146,6 @@ class ColumnGroup(LinearGroup):
             outputs.update(zip(self.dense.roles, latents[count:], strict=True))
         return tuple(outputs[role] for role in self.roles)
 
-    def forward(self, x: torch.Tensor) -> Tensors:
-        """Both stages at once."""
-        return self.split(self.latents(x))
-
     def canonical_parts(self) -> list[Part]:
         """The norm, then every role."""
         return [Part(key=self.norm_key, parameter=self.norm.weight, axis=self.norm_axis), *super().canonical_parts()]
@@ -190,7 +180,7 @@ class RowGroup(LinearGroup):
         if self.down is not None:
             return self.down(entered)  # type: ignore[no-any-return]
         assert self.dense is not None
-        return self.dense(entered)[0]  # type: ignore[no-any-return]
+        return self.dense(entered)  # type: ignore[no-any-return]
 
     def finish(self, latents: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What `latents` gave -> megatron-core's contract of a row slot; the residual add takes the bias, once."""
@@ -210,10 +200,6 @@ class RowGroup(LinearGroup):
         # In megatron-core's shape a cut bias would not line up with its columns.
         out = out if bias is None else out + bias
         return out.view(out.shape[0] // self.plan.size, out.shape[1], -1), None
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All stages at once."""
-        return self.finish(self.latents(self.enter(x)))
 
 
 class OutGroup(RowGroup):
