@@ -74,9 +74,11 @@ class ParallelConfig:
                 )
         if self.placement not in (None, AUTO, *PLACEMENTS):
             raise ValueError(f"parallel.placement: found {self.placement!r}, allowed: {', '.join((*PLACEMENTS, AUTO))}")
-        for name in ("device_memory_gib", "tp_bandwidth", "dp_bandwidth"):
-            value = getattr(self, name)
-            if not (value is None and name == "device_memory_gib") and not 0 < (value or 0) < 1e9:
+        positive = {"tp_bandwidth": self.tp_bandwidth, "dp_bandwidth": self.dp_bandwidth}
+        if self.device_memory_gib is not None:
+            positive["device_memory_gib"] = self.device_memory_gib
+        for name, value in positive.items():
+            if value is None or not 0 < value < 1e9:
                 raise ValueError(f"parallel.{name}: found {value}, allowed: a positive number below 1e9")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError(

@@ -70,7 +70,8 @@ def run_program(name: str, main: Callable[[list[str]], Any], arguments: list[str
         line = str(error) if rank == 0 or isinstance(error, LaunchError) else ""
         _debug(rank)
     except Exception as error:
-        code, line = FAILED, _describe(error, rank) if not _store or is_first(_store[0], "failure_reported") else ""
+        first = is_first(_store[0] if _store else None, "failure_reported")
+        code, line = FAILED, _describe(error, rank) if first else ""
         _debug(rank)
     if line:
         print(f"{name}: error: {' '.join(line.split())}", file=sys.stderr)
